@@ -1,0 +1,253 @@
+"""Estimate the gain curve of every reward: at which noise level is what it prefers decided?
+
+Paper: ReCAST (arXiv 2609.13425), section 3.3, appendix B.1; the statistics are renyi_gain.py's.
+    (1) noise clean samples of a proposal pi+ to each level sigma_j; (2) roll the policy back to
+    clean K times, score, mu_hat = mean over K; (3) log-moment, difference: gain (m, T)
+
+    python estimate.py                                    # the shipped curve of the miniature
+    torchrun --nproc_per_node=2 estimate.py --proposal self --estimator pair
+    python sinkhorn.py curves/toy-ocr.safetensors --lam 1,1,1,1
+
+R (m, T+1, P, N, K) rewards: m rewards, T steps, P prompts, N states per prompt, K rollouts each.
+Differences from the paper, as far as we know its text
+ 1. Rollouts take the ancestral step (renyi_gain.py), which draws from p(x0 | x_t); an ODE does not.
+ 2. A state keeps its noise at every level, and so do its rollouts: the noise of neighbouring levels
+    is common and cancels in the difference. K = 1 by default, unbiased at alpha = 2.
+ 3. The proposal is a function, a folder of pictures or the policy itself ("self"); in the last case
+    the states are those of the sample's own path, which makes "pair" exact for this sampler.
+ 4. Bootstrap standard errors over prompts; R is kept in the file, so any alpha can be read from it.
+"""
+
+import argparse
+import os
+import warnings
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from tqdm import tqdm
+
+from evaluate import (
+    HERE,
+    SETTINGS,
+    chunks,
+    decode,
+    default_model,
+    encode_prompts,
+    generator,
+    latent_shape,
+    load_pipeline,
+    load_prompts,
+    model_key,
+    noise_levels,
+    normal,
+    processes,
+    summed,
+    velocity,
+)
+from renyi_gain import ancestral_step, bootstrap_stderr, monotone, noised, renyi_divergence
+from rewards import load_function, load_rewards, score
+
+
+def read_folder(folder, prompts, N, size):
+    """Pictures of FOLDER/prompts.jsonl, lines {"prompt", "file"}: N per prompt, (P*N,3,H,W)."""
+    import numpy as np
+    from PIL import Image
+    files, listed = {}, Path(folder) / "prompts.jsonl"
+    for prompt, line in zip(*load_prompts(listed), strict=True):
+        if not isinstance(line.get("file"), str) or Path(line["file"]).name != line["file"]:
+            raise ValueError(f'{listed}: "file" must be a plain file name, got {line.get("file")!r}')
+        files.setdefault(prompt, []).append(Path(folder) / line["file"])
+    images = []
+    for prompt in prompts:
+        if len(files.get(prompt, [])) < N:
+            raise ValueError(f"{listed}: needs {N} files for prompt {prompt!r}")
+        for file in files[prompt][:N]:
+            with Image.open(file) as picture:
+                small = picture.convert("RGB").resize((size, size), Image.LANCZOS)
+            images.append(torch.from_numpy(np.array(small)).permute(2, 0, 1) / 255.0)
+    return torch.stack(images)
+
+
+@torch.no_grad()
+def encode(pipe, images):
+    """Latents (B,C,h,w) of images (B,3,H,W) in [0, 1]: mean of the autoencoder, shifted, scaled."""
+    mean = pipe.vae.encode(images.to(pipe.vae.device) * 2 - 1).latent_dist.mean
+    return (mean - pipe.vae.config.shift_factor) * pipe.vae.config.scaling_factor
+
+
+@torch.no_grad()
+def roll(pipe, x, text, sigmas, start, noise):
+    """Ancestral steps from level index start to data; noise (T, B, ...) by step index.
+
+    Returns every state from start on, the clean one last."""
+    path = [x]
+    for j in range(start, len(sigmas) - 1):
+        t, s = sigmas[j].item(), sigmas[j + 1].item()
+        path.append(ancestral_step(path[-1], velocity(pipe.transformer, path[-1], t, text), t, s,
+                                   noise[j]))
+    return path
+
+
+def plot_curves(path, names, sigmas, gain, stderr, D, stderr_D, title):
+    """PNG: gains with bands above, D below, both against the noise level, noise at the left."""
+    from matplotlib.figure import Figure
+    figure = Figure(figsize=(7, 6), layout="constrained")
+    top, bottom = figure.subplots(2, 1, sharex=True)
+    where, levels = torch.arange(len(sigmas)), [f"{s:.3f}" for s in sigmas.tolist()]
+    for i, name in enumerate(names):
+        mean = gain[i].mean()
+        y, e = gain[i] / mean, stderr[i] / mean.abs()
+        line, = top.plot(where[1:] - 0.5, y, "o-", ms=3, label=f"{name}: {D[i, -1]:.3f} nats")
+        top.fill_between(where[1:] - 0.5, y - e, y + e, alpha=0.2, color=line.get_color())
+        bottom.plot(where, D[i] / D[i, -1], "o-", ms=3)
+        e = stderr_D[i] / D[i, -1].abs()
+        bottom.fill_between(where, D[i] / D[i, -1] - e, D[i] / D[i, -1] + e, alpha=0.2)
+    top.axhline(1, color="grey", lw=0.5)
+    top.set(ylabel="gain of a step / mean gain", title=title)
+    top.legend(title="reward: total gain", fontsize=8)
+    bottom.set(ylabel="D / total", xlabel="noise  <-  sigma  ->  data")
+    bottom.set_xticks(where, levels, fontsize=8)
+    figure.savefig(f"{path}.part", format="png", dpi=90)
+    os.replace(f"{path}.part", path)
+
+
+def parse(argv):
+    """Arguments, checked; the defaults make the shipped curve of the model and setting."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0],
+                                     formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    parser.error = lambda message: parser.exit(2, f"estimate.py: {message}\n")
+    add = parser.add_argument
+    add("--setting", default="ocr", choices=["ocr", "geneval"], help="which rewards and prompts")
+    add("--model", help="diffusers SD3 folder or hub name")
+    add("--lora", help="LoRA folder of train.py: curves of a trained policy")
+    add("--rewards", help="comma list of built-in names and file.py:function")
+    add("--prompts", help="prompt list, .txt or .jsonl")
+    add("--proposal", default="toy.py:render",
+        help="pi+: file.py:function(prompts, metadata, seed) -> images, a folder, or self")
+    add("--estimator", default="positive", choices=["positive", "self", "pair"])
+    add("--pool", default="all", choices=["all", "prompt"], help="one log, or one per prompt")
+    add("--alpha", type=float, default=2.0, help="Renyi order, > 0 and not 1")
+    add("--P", type=int, default=64, help="prompts, at least 1")
+    add("--N", type=int, default=16, help="noisy states per prompt and level, at least 1")
+    add("--K", type=int, default=1, help="rollouts per state, at least 1")
+    add("--steps", type=int, default=10, help="denoising steps T, 1 to 1000")
+    add("--size", type=int, help="height and width in pixels")
+    add("--text-tokens", type=int, help="T5 tokens")
+    add("--micro-batch", type=int, default=32, help="states in one forward pass, at least 1")
+    add("--dtype", choices=["float32", "bfloat16"], help="dtype of the transformer")
+    add("--monotone", action="store_true", help="project D so that no gain is negative")
+    add("--seed", type=int, default=0, help="seed")
+    add("--out", help="curve file to write, .safetensors; a .png goes beside it")
+    args = parser.parse_args(argv)
+    for name in ("P", "N", "K", "steps", "micro_batch"):
+        if not 1 <= getattr(args, name) <= 10**6:
+            parser.error(f"--{name.replace('_', '-')} {getattr(args, name)}: expected at least 1")
+    if (args.proposal == "self") == (args.estimator == "positive"):
+        parser.error(f"--estimator {args.estimator} with --proposal {args.proposal}: positive needs "
+                     "a proposal, self and pair need --proposal self")
+    args.model, why = (args.model, "named") if args.model else default_model()
+    args.why = f"model {args.model} ({why}; choose another with --model)"
+    small = model_key(args.model) == "toy"
+    rewards, _, stem = SETTINGS[model_key(args.model)][args.setting]
+    args.rewards = args.rewards or rewards
+    args.prompts = args.prompts or str(HERE / f"prompts/{stem}-train.jsonl")
+    args.size = args.size or (64 if small else 512)
+    args.text_tokens = args.text_tokens if args.text_tokens is not None else 0 if small else 256
+    args.dtype = args.dtype or ("float32" if small else "bfloat16")
+    args.out = Path(args.out or HERE / f"curves/{Path(args.model).name}-{args.setting}.safetensors")
+    if args.out.suffix != ".safetensors":
+        parser.error(f"--out {args.out}: expected a .safetensors file")
+    return args, parser.error
+
+
+def main(argv=None):
+    """Sample or read the proposal, roll out, score, reduce, write the curve and its picture."""
+    # ------------------------------------------------------------ SETUP
+    args, fail = parse(argv)
+    rank, world, device = processes()
+    say = print if rank == 0 else lambda *a, **k: None
+    say(args.why)
+    try:
+        rewards = load_rewards(args.rewards.split(","), device)
+        prompts, metadata = load_prompts(args.prompts)
+        pick = torch.randperm(len(prompts), generator=generator(args.seed, "prompts"))[:args.P]
+        prompts, metadata = [prompts[k] for k in pick], [metadata[k] for k in pick]
+        pipe = load_pipeline(args.model, getattr(torch, args.dtype), device)
+        sigmas = noise_levels(pipe, args.steps)                           # (T+1,)
+        if args.lora:
+            pipe.load_lora_weights(args.lora)
+        text = encode_prompts(pipe, prompts, args.text_tokens)
+        P, N, K, T, m = len(prompts), args.N, args.K, args.steps, len(rewards)
+        owner = torch.arange(P).repeat_interleave(N)                      # (P*N,) prompt of a state
+        images = None                                                     # "self" draws its own
+        if Path(args.proposal).is_dir():
+            images = read_folder(args.proposal, prompts, N, args.size)
+        elif args.proposal != "self":
+            images = load_function(args.proposal)(
+                [prompts[k] for k in owner], [metadata[k] for k in owner], args.seed)
+    except (ValueError, OSError) as error:
+        fail(error)
+    calls = P * N * (K * T * (T + 1) // 2 + (T if images is None else 0))
+    say(f"{P} prompts x {N} states x {T} levels x {K} rollouts: {calls:,} velocity calls, "
+        f"{P * N * (K * T + 1):,} images to score, over {world} processes")
+
+    # ------------------------------------------------------------ NOISE, ROLL OUT, SCORE
+    R = torch.zeros(m, T + 1, P * N, K, dtype=torch.float64)
+    shape, made = latent_shape(pipe, args.size), 0
+    for index in tqdm(chunks(P * N, args.micro_batch)[rank::world], "states",
+                      disable=rank > 0 or None):
+        own = owner[index]                                                # (b,)
+        words = tuple(e[own] for e in text)
+
+        def judge(x0, own=own):                                           # (m,b)
+            return score(rewards, decode(pipe, x0), [prompts[k] for k in own],
+                         [metadata[k] for k in own])
+
+        noise = normal(shape, args.seed, "state", index=index).to(device)           # (b,C,h,w)
+        steps = [normal((T, *shape), args.seed, "steps", k, index=index).transpose(0, 1).to(device)
+                 for k in range(K + 1)]                                   # (T,b,C,h,w) each
+        if images is None:                                                # states of the own path
+            path = roll(pipe, noise, words, sigmas, 0, steps[K])
+            made += T * len(index)
+        else:
+            x0 = encode(pipe, images[index])
+            path = [noised(x0, s, noise) for s in sigmas.tolist()]
+        R[:, T, index] = judge(path[-1])[..., None]                       # the sample's own reward
+        for j in range(T):
+            for k in range(K):
+                R[:, j, index, k] = judge(roll(pipe, path[j], words, sigmas, j, steps[k])[-1])
+                made += (T - j) * len(index)
+    R = summed(R, device).view(m, T + 1, P, N, K)
+    made = int(summed(torch.tensor([made], dtype=torch.float64), device))
+    if made != calls:
+        raise RuntimeError(f"{made} velocity calls ran, {calls} were announced")
+
+    # ------------------------------------------------------------ CURVE
+    if rank == 0:
+        warnings.formatwarning = lambda message, *_: f"warning: {message}\n"
+        D = renyi_divergence(R, args.alpha, args.estimator, args.pool)    # (m,T+1)
+        D = monotone(D) if args.monotone else D
+        gain = D.diff(dim=-1)                                             # (m,T)
+        stderr_D, stderr = bootstrap_stderr(R, args.alpha, args.estimator, args.pool)
+        about = {k: str(v) for k, v in vars(args).items() if k not in ("out", "why", "rewards")}
+        about |= {"rewards": ",".join(rewards), "P": str(P), "sampler": "ancestral",
+                  "guidance": "1.0", "spec": args.rewards}
+        args.out.parent.mkdir(parents=True, exist_ok=True)
+        part = args.out.with_suffix(".part")
+        save_file({"gain": gain, "stderr": stderr, "D": D, "stderr_D": stderr_D, "sigmas": sigmas,
+                   "R": R.float()}, part, about)
+        os.replace(part, args.out)
+        title = f"{Path(args.model).name}, {args.setting}: alpha {args.alpha:g}, {args.estimator}, " \
+                f"{Path(args.proposal).name}, P {P} N {N} K {K}, seed {args.seed}"
+        plot_curves(args.out.with_suffix(".png"), list(rewards), sigmas, gain, stderr, D, stderr_D,
+                    title)
+        for i, name in enumerate(rewards):
+            spread, peak = (gain[i] - gain[i].mean()).norm() / stderr[i].norm(), gain[i].argmax()
+            say(f"{name:>16}  total {D[i, -1]:.4f} +- {stderr_D[i, -1]:.4f} nats, most at sigma "
+                f"{sigmas[peak]:.2f}-{sigmas[peak + 1]:.2f}, profile / its error {spread:.1f}")
+        say(f"wrote {args.out} and {args.out.with_suffix('.png').name}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,524 @@
+"""A miniature Stable Diffusion 3 and its world, so that the whole method runs on a laptop CPU.
+
+Ours; the paper has no such thing. `toy/` is a real StableDiffusion3Pipeline folder, every part
+small, that the other programs load like any other: nothing outside this file knows it is a toy.
+    world      64 x 64 drawings: one to three coloured shapes and a word of three letters, with
+               captions such as: a red circle left of a green square with the text "CAT"
+    facts      {"prompt", "objects": [[colour, shape], ...] left to right, "text": word or null};
+               a line of prompts/toy-*.jsonl, handed to rewards as metadata
+    rewards    ocr, geneval, clipscore, preference, detail; judges: strict, second_clip, nearest;
+               each f(images (B,3,64,64) in [0,1], prompts, metadata) -> (B,) float in [0,1]
+    render     the perfect picture of a prompt: the proposal pi+ of the gain estimate
+The base is stopped early on purpose: letters half right, shapes bent. That is work for RL.
+
+    python toy.py --build            # toy/ and prompts/ from nothing, seeded; the README has the time
+"""
+
+import argparse
+import copy
+import functools
+import json
+import math
+import random
+import time
+import zlib
+from collections import Counter
+from pathlib import Path
+
+import torch
+from tqdm import tqdm
+
+HERE = Path(__file__).resolve().parent
+FOLDER = HERE / "toy"
+SIZE = 64                                            # pixels, both sides
+COLOURS = {"red": (220, 40, 40), "green": (40, 160, 60), "blue": (50, 80, 220),
+           "yellow": (240, 200, 40), "purple": (150, 60, 190), "orange": (245, 130, 30)}
+SHAPES = ["circle", "square", "triangle", "star"]
+BACKGROUNDS = [(250, 250, 250), (226, 236, 250), (250, 238, 220), (224, 226, 228)]
+INK = (30, 30, 30)
+LENGTH, SHIFT = 20, 1.0                             # tokens per caption; the scheduler's shift
+NUMBERS = {1: "a", 2: "two", 3: "three"}
+WORDS = [a + b + c for a in "BCDFGHJKLMNPRSTVWXZ" for b in "AEIOU" for c in "BCDFGKLMNPRSTXYZ"
+         if a + b + c not in {"RED", "SEX", "FAG", "TIT", "CUM", "KUM", "NIG", "COC", "DIC"}]
+TEXT_TOP, CELL, FONT = 42, 13, 21                    # text band, letter pitch and font size, pixels
+
+
+# ---------------------------------------------------------------- the world
+def caption(objects, text, flip=False):
+    """objects: left-to-right [colour, shape] pairs; text: word or None; flip: say `right of`."""
+    if len({tuple(o) for o in objects}) == 1:
+        colour, shape = objects[0]
+        n = len(objects)
+        article = "an" if n == 1 and colour[0] in "aeiou" else NUMBERS[n]
+        phrase = f"{article} {colour} {shape}{'s' if n > 1 else ''}"
+    else:
+        named = [f"{'an' if c[0] in 'aeiou' else 'a'} {c} {s}" for c, s in objects]
+        phrase = " right of ".join(named[::-1]) if flip else " left of ".join(named)
+    return phrase + (f' with the text "{text}"' if text else "")
+
+
+def scene(rng, text=None):
+    """One random scene: {"prompt", "objects" (left to right), "text" (or None)}."""
+    if rng.random() < 0.5:
+        objects = [[rng.choice(list(COLOURS)), rng.choice(SHAPES)]] * rng.randint(1, 3)
+    else:
+        objects = [[rng.choice(list(COLOURS)), rng.choice(SHAPES)] for _ in range(2)]
+    word = rng.choice(WORDS) if (rng.random() < 0.8 if text is None else text) else None
+    return {"prompt": caption(objects, word, rng.random() < 0.5), "objects": objects, "text": word}
+
+
+def outline(shape, x, y, r):
+    """Corner points of a shape with centre (x, y) and radius r, or None for a circle."""
+    if shape == "square":
+        return [(x - .85 * r, y - .85 * r), (x + .85 * r, y - .85 * r),
+                (x + .85 * r, y + .85 * r), (x - .85 * r, y + .85 * r)]
+    if shape == "triangle":
+        return [(x, y - r), (x + r, y + .85 * r), (x - r, y + .85 * r)]
+    if shape == "star":
+        return [(x + (r if k % 2 == 0 else .45 * r) * 1.1 * math.sin(math.pi * k / 5),
+                 y - (r if k % 2 == 0 else .45 * r) * 1.1 * math.cos(math.pi * k / 5))
+                for k in range(10)]
+    return None
+
+
+@functools.cache
+def font(size):
+    """DejaVu Sans Mono Bold, which matplotlib ships, so the pictures are the same everywhere."""
+    import matplotlib
+    from PIL import ImageFont
+    path = Path(matplotlib.get_data_path()) / "fonts/ttf/DejaVuSansMono-Bold.ttf"
+    return ImageFont.truetype(str(path), size)
+
+
+def held_out(value):
+    """One in five words and one in five arrangements are kept out of the training prompts."""
+    return zlib.crc32(repr(value).encode()) % 5 == 0
+
+
+def prompt_list(n, held, seed):
+    """n different scenes with a word; held: word and objects both held out, or neither."""
+    rng, scenes = random.Random(seed), {}
+    while len(scenes) < n:
+        facts = scene(rng, text=True)
+        if held_out(facts["text"]) == held_out(facts["objects"]) == held:
+            scenes[facts["prompt"]] = facts
+    return list(scenes.values())
+
+
+def draw(facts, rng=None, background=None):
+    """The perfect picture of a scene, a Pillow image; rng jitters places, sizes, background."""
+    from PIL import Image, ImageDraw
+    move = (lambda a: rng.uniform(-a, a)) if rng else (lambda a: 0.0)
+    if background is None:
+        background = rng.choice(BACKGROUNDS) if rng else BACKGROUNDS[0]
+    z = 4                                            # drawn four times larger, then averaged
+    image = Image.new("RGB", (SIZE * z, SIZE * z), background)
+    pen = ImageDraw.Draw(image)
+    n = len(facts["objects"])
+    for k, (colour, shape) in enumerate(facts["objects"]):
+        x = {1: [32], 2: [17, 47], 3: [12, 32, 52]}[n][k] + move(1)
+        y, r = 22 + move(2), (7.8 if n == 3 else 10.5) + move(0.5)
+        points = outline(shape, x * z, y * z, r * z)
+        if points:
+            pen.polygon(points, fill=COLOURS[colour])
+        else:
+            pen.ellipse([(x - r) * z, (y - r) * z, (x + r) * z, (y + r) * z], fill=COLOURS[colour])
+    if facts.get("text"):
+        x, y = 32 + move(2), 52 + move(1)
+        for k, letter in enumerate(facts["text"]):
+            pen.text(((x + (k - 1) * CELL) * z, y * z), letter, INK, font(FONT * z), anchor="mm")
+    return image.resize((SIZE, SIZE), Image.BOX)
+
+
+def to_tensor(images):
+    """Pillow images -> (B, 3, H, W) float in [0, 1]."""
+    import numpy as np
+    return torch.from_numpy(np.stack([np.asarray(i) for i in images])).permute(0, 3, 1, 2) / 255.0
+
+
+def render(prompts, metadata, seed):
+    """Proposal pi+: a perfect picture for each prompt, (B, 3, 64, 64) in [0, 1]."""
+    return to_tensor([draw(f, random.Random(f"{seed} {k}")) for k, f in enumerate(metadata)])
+
+
+# ---------------------------------------------------------------- reading a picture
+@functools.cache
+def letter_templates():
+    """(26, 1, h, w) zero-mean unit-norm darkness of each letter alone."""
+    from PIL import Image, ImageDraw
+    z, out = 4, []
+    for k in range(26):
+        image = Image.new("L", (CELL * z, 20 * z), 0)
+        ImageDraw.Draw(image).text((CELL * z / 2, 10 * z), chr(65 + k), 255, font(FONT * z), anchor="mm")
+        out.append(image.resize((CELL, 20), Image.BOX).convert("RGB"))
+    t = to_tensor(out)[:, :1]
+    t = t - t.mean((2, 3), keepdim=True)
+    return t / t.flatten(1).norm(dim=1)[:, None, None, None]
+
+
+def read_text(images, tol=0.6):
+    """The word in the text band, B strings of three letters; `?` where no letter fits.
+
+    Each cell takes the letter of largest normalised cross-correlation with its template, over a
+    few pixels of shift; below tol nothing counts as read."""
+    import torch.nn.functional as F
+    t = letter_templates()
+    h, w = t.shape[2:]
+    dark = 1 - images.float().cpu().mean(1, keepdim=True)[:, :, TEXT_TOP - 3:]        # (B,1,25,64)
+    dark = F.pad(dark, (2, 2, 0, 2), mode="replicate")
+    var = F.avg_pool2d(dark ** 2, (h, w), 1) - F.avg_pool2d(dark, (h, w), 1) ** 2
+    fit = F.conv2d(dark, t) / (h * w * var.clamp_min(1e-3)).sqrt()                    # (B,26,y,x)
+    left = [34 + (k - 1) * CELL - CELL // 2 for k in range(3)]                        # with padding
+    best = torch.stack([fit[..., max(0, x - 4):x + 5].amax((2, 3)) for x in left], 1).max(2)
+    return ["".join(chr(65 + k) if s > tol else "?" for k, s in zip(ks, ss))
+            for ks, ss in zip(best.indices.tolist(), best.values.tolist())]
+
+
+def find_objects(images):
+    """Coloured shapes in each picture, left to right: B lists of [colour, shape].
+
+    Every pixel goes to its nearest colour of the world; a connected region of at least 45 pixels
+    is an object; its shape is the outline that overlaps its mask best (IoU on 16 x 16)."""
+    import cv2
+    import numpy as np
+    palette = torch.tensor([*COLOURS.values(), *BACKGROUNDS, INK]) / 255.0            # (11,3)
+    pixels = images.float().cpu().permute(0, 2, 3, 1).reshape(len(images), -1, 3)
+    nearest = torch.cdist(pixels, palette.expand(len(images), -1, -1)).argmin(-1)
+    nearest = nearest.reshape(len(images), SIZE, SIZE).numpy()
+    found = []
+    for picture in nearest:
+        objects = []
+        for k, colour in enumerate(COLOURS):
+            mask = (picture == k).astype(np.uint8)
+            n, label, stats, centre = cv2.connectedComponentsWithStats(mask)
+            for c in range(1, n):
+                x, y, w, h, area = stats[c]
+                if area >= max(45, 0.28 * w * h):        # a rim of blended pixels is no object
+                    mask = cv2.resize((label[y:y + h, x:x + w] == c).astype(np.float32), (16, 16),
+                                      interpolation=cv2.INTER_AREA) > 0.5
+                    iou = [(mask & m).sum() / (mask | m).sum() for m in shape_masks()]
+                    objects.append((centre[c][0], colour, SHAPES[int(np.argmax(iou))]))
+        found.append([[colour, shape] for _, colour, shape in sorted(objects)])
+    return found
+
+
+@functools.cache
+def shape_masks():
+    """Four (16, 16) boolean masks, one per shape, each filling its bounding box."""
+    import numpy as np
+    from PIL import Image, ImageDraw
+    masks = []
+    for shape in SHAPES:
+        image = Image.new("L", (256, 256))
+        points = outline(shape, 128, 128, 100)
+        if points:
+            ImageDraw.Draw(image).polygon(points, fill=255)
+        else:
+            ImageDraw.Draw(image).ellipse([28, 28, 228, 228], fill=255)
+        masks.append(np.asarray(image.crop(image.getbbox()).resize((16, 16), Image.BOX)) > 127)
+    return masks
+
+
+# ---------------------------------------------------------------- rewards and judges
+def ocr(images, prompts, metadata):
+    """Share of the word's three letters read right, in [0, 1]; template reading."""
+    read = read_text(images)
+    return torch.tensor([sum(a == b for a, b in zip(r, f["text"])) / 3
+                         for r, f in zip(read, metadata)])
+
+
+def geneval(images, prompts, metadata):
+    """Graded facts in [0, 1]: mean of count right and the shares of colours, shapes, places right."""
+    scores = []
+    for found, facts in zip(find_objects(images), metadata):
+        wanted, most = facts["objects"], max(len(found), len(facts["objects"]))
+        shares = [sum((Counter(f[k] for f in found) & Counter(w[k] for w in wanted)).values()) / most
+                  for k in (0, 1)]
+        places = sum(f == w for f, w in zip(found, wanted)) / most
+        scores.append((float(len(found) == len(wanted)) + sum(shares) + places) / 4)
+    return torch.tensor(scores)
+
+
+def strict(images, prompts, metadata):
+    """1 where every object has its colour, shape and place and nothing else is there, else 0."""
+    return torch.tensor([float(found == facts["objects"])
+                         for found, facts in zip(find_objects(images), metadata)])
+
+
+def detail(images, prompts, metadata):
+    """Fine detail in [0, 1]: share of pixels that lie in a flat area or on a sharp edge.
+
+    The range of a 3 x 3 neighbourhood is near 0 inside a clean area and large on a clean edge;
+    ripples, smears and blur lie between. Settled only by the last denoising steps."""
+    import torch.nn.functional as F
+    x = images.float()
+    spread = (F.max_pool2d(x, 3, 1, 1) + F.max_pool2d(-x, 3, 1, 1)).amax(1)         # (B,64,64)
+    return 1 - ((spread > 0.06) & (spread < 0.4)).float().mean((1, 2))
+
+
+def nearest(images, prompts, metadata):
+    """Closeness to the nearest perfect picture (four backgrounds), in [0, 1]; 16 x 16 pixels."""
+    import torch.nn.functional as F
+    small = F.avg_pool2d(images.float().cpu(), 4)
+    gaps = [(small - F.avg_pool2d(to_tensor([draw(f, background=b) for f in metadata]), 4)).abs()
+            .mean((1, 2, 3)) for b in BACKGROUNDS]
+    return (1 - 4 * torch.stack(gaps).amin(0)).clamp_min(0)
+
+
+@functools.cache
+def clip(name):
+    """A tiny CLIPModel shipped in toy/ and the tokenizer that all of them share."""
+    from transformers import CLIPModel, CLIPTokenizer
+    return (CLIPModel.from_pretrained(FOLDER / name, dtype=torch.float32).eval(),
+            CLIPTokenizer.from_pretrained(FOLDER / "tokenizer"))
+
+
+def cosine(model, tokenizer, images, prompts):
+    """Cosine of each picture with its own caption, (B,) in [-1, 1]."""
+    tokens = tokenizer(list(prompts), padding="max_length", truncation=True, return_tensors="pt")
+    out = model(pixel_values=images.float().cpu() * 2 - 1, **tokens)
+    return (out.image_embeds * out.text_embeds).sum(-1)
+
+
+@torch.no_grad()
+def clipscore(images, prompts, metadata):
+    """Cosine of a contrastive model of the world (toy/clip), clamped at 0, in [0, 1]."""
+    return cosine(*clip("clip"), images, prompts).clamp_min(0)
+
+
+@torch.no_grad()
+def preference(images, prompts, metadata):
+    """Cosine of a Bradley-Terry preference model (toy/preference), clamped at 0, in [0, 1]."""
+    return cosine(*clip("preference"), images, prompts).clamp_min(0)
+
+
+@torch.no_grad()
+def second_clip(images, prompts, metadata):
+    """Held-out judge: as clipscore, from another seed, size and data (toy/judge), in [0, 1]."""
+    return cosine(*clip("judge"), images, prompts).clamp_min(0)
+
+
+# ---------------------------------------------------------------- the build of toy/
+def dataset(n, seed):
+    """n random scenes and their pictures, uint8 (n, 3, 64, 64)."""
+    rng = random.Random(seed)
+    scenes = [scene(rng) for _ in range(n)]
+    return scenes, (to_tensor([draw(s, rng) for s in scenes]) * 255).round().byte()
+
+
+def minimise(loss, params, steps, lr, name):
+    """AdamW on loss() with a one-cycle learning rate and clipped gradients."""
+    params = [p for p in params if p.requires_grad]
+    opt = torch.optim.AdamW(params, lr, weight_decay=0.01)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(opt, lr, total_steps=steps, pct_start=0.1)
+    for _ in (bar := tqdm(range(steps), desc=name, mininterval=10)):
+        opt.zero_grad()
+        value = loss()
+        value.backward()
+        torch.nn.utils.clip_grad_norm_(params, 1.0)
+        opt.step()
+        schedule.step()
+        bar.set_postfix(loss=f"{value.item():.4f}", refresh=False)
+
+
+def build_vae(pictures, gen, steps=1200, decoder_steps=800, batch=8):
+    """Train the autoencoder, then its decoder alone on slightly noised latents, which is what a
+    denoiser hands it."""
+    from diffusers import AutoencoderKL
+    vae = AutoencoderKL(
+        down_block_types=["DownEncoderBlock2D"] * 3, up_block_types=["UpDecoderBlock2D"] * 3,
+        block_out_channels=[16, 32, 64], layers_per_block=1, latent_channels=4, norm_num_groups=8,
+        sample_size=SIZE, use_quant_conv=False, use_post_quant_conv=False)
+
+    def loss(noise=0.0):
+        x = pictures[torch.randint(len(pictures), (batch,), generator=gen)] / 127.5 - 1
+        dist = vae.encode(x).latent_dist
+        z = dist.mean + dist.std * torch.randn(dist.mean.shape, generator=gen)        # (B,4,16,16)
+        amount = noise * torch.rand(batch, 1, 1, 1, generator=gen) * z.detach().std()
+        y = vae.decode(z + amount * torch.randn(z.shape, generator=gen)).sample
+        return (y - x).abs().mean() + (y - x).square().mean() + 1e-3 * dist.kl().mean() / x[0].numel()
+
+    minimise(loss, vae.parameters(), steps, 1.5e-3, "autoencoder")
+    vae.encoder.requires_grad_(False)
+    minimise(lambda: loss(0.1), vae.decoder.parameters(), decoder_steps, 1.5e-3, "decoder")
+    z = encode(vae, pictures[:512])
+    vae.register_to_config(scaling_factor=1 / z.std().item(), shift_factor=z.mean().item())
+    return vae.requires_grad_(False).eval()
+
+
+@torch.no_grad()
+def encode(vae, pictures):
+    """Mean latents of uint8 pictures, (n, 4, 16, 16), not yet shifted and scaled."""
+    return torch.cat([vae.encode(p / 127.5 - 1).latent_dist.mean for p in pictures.split(64)])
+
+
+def build_pipeline(vae):
+    """Stable Diffusion 3 with every part small; all but the autoencoder random."""
+    from diffusers import (
+        FlowMatchEulerDiscreteScheduler,
+        SD3Transformer2DModel,
+        StableDiffusion3Pipeline,
+    )
+    from transformers import AddedToken, CLIPTextConfig, CLIPTextModelWithProjection, CLIPTokenizer
+    letters = [*"abcdefghijklmnopqrstuvwxyz", '"']   # every word of the grammar is one token,
+    vocab = [*letters, *(c + "</w>" for c in letters), "<|startoftext|>", "<|endoftext|>"]
+    tokenizer = CLIPTokenizer({w: k for k, w in enumerate(vocab)}, [], model_max_length=LENGTH)
+    grammar = [*COLOURS, *SHAPES, *(s + "s" for s in SHAPES),
+               *"an two three left right of with the text".split()]
+    tokenizer.add_tokens([AddedToken(w, single_word=True) for w in grammar])  # any other is spelled
+    transformer = SD3Transformer2DModel(
+        sample_size=SIZE // 4, patch_size=2, in_channels=4, out_channels=4, num_layers=4,
+        attention_head_dim=32, num_attention_heads=4, joint_attention_dim=128,
+        caption_projection_dim=128, pooled_projection_dim=128, pos_embed_max_size=SIZE // 8,
+        qk_norm="rms_norm")
+    text = CLIPTextConfig(**text_config(tokenizer))
+    return StableDiffusion3Pipeline(
+        transformer=transformer, vae=vae, scheduler=FlowMatchEulerDiscreteScheduler(shift=SHIFT),
+        text_encoder=CLIPTextModelWithProjection(text), tokenizer=tokenizer,
+        text_encoder_2=CLIPTextModelWithProjection(text), tokenizer_2=tokenizer,
+        text_encoder_3=None, tokenizer_3=None)
+
+
+def text_config(tokenizer):
+    """The one size of text tower used everywhere here."""
+    eos = tokenizer.eos_token_id
+    return dict(vocab_size=len(tokenizer), hidden_size=64, intermediate_size=256,
+                num_hidden_layers=2, num_attention_heads=2, max_position_embeddings=LENGTH,
+                projection_dim=64, bos_token_id=tokenizer.bos_token_id, eos_token_id=eos,
+                pad_token_id=eos)
+
+
+def build_base(pipe, scenes, pictures, gen, steps=600, batch=64):
+    """Flow matching on the world, text encoders jointly; stopped early so that RL has work."""
+    vae = pipe.vae.config
+    x0s = (encode(pipe.vae, pictures) - vae.shift_factor) * vae.scaling_factor
+    modules = [pipe.transformer, pipe.text_encoder, pipe.text_encoder_2]
+
+    def loss():
+        pick = torch.randint(len(x0s), (batch,), generator=gen)
+        drop = torch.rand(batch, generator=gen) < 0.1                     # for guidance
+        prompts = ["" if d else scenes[k]["prompt"] for k, d in zip(pick.tolist(), drop)]
+        text, _, pooled, _ = pipe.encode_prompt(
+            prompts, None, None, do_classifier_free_guidance=False, max_sequence_length=0)
+        t = torch.sigmoid(torch.randn(batch, 1, 1, 1, generator=gen))
+        x0, noise = x0s[pick], torch.randn(x0s[pick].shape, generator=gen)
+        v = pipe.transformer((1 - t) * x0 + t * noise, timestep=1000 * t.flatten(),
+                             encoder_hidden_states=text, pooled_projections=pooled).sample
+        return (v - (noise - x0)).square().mean()
+
+    minimise(loss, [p for m in modules for p in m.train().parameters()], steps, 2e-3, "base")
+    for m in modules:
+        m.eval()
+
+
+def degrade(images, gen):
+    """Blur, noise, low contrast or a smeared patch, one kind and strength per picture."""
+    import torch.nn.functional as F
+    b = len(images)
+    a = torch.rand(b, 1, 1, 1, generator=gen) * 0.8 + 0.2
+    kind = torch.randint(4, (b, 1, 1, 1), generator=gen)
+    blur = F.avg_pool2d(F.pad(images, (2, 2, 2, 2), mode="replicate"), 5, 1)
+    rough = F.interpolate(torch.rand(b, 3, 8, 8, generator=gen), scale_factor=8, mode="bilinear")
+    noise = torch.randn(images.shape, generator=gen)
+    worse = torch.where(kind == 0, blur, torch.where(kind == 1, images + 0.25 * noise, torch.where(
+        kind == 2, rough, images.roll(3, 3) * (rough > 0.4) + images * (rough <= 0.4))))
+    return (images + a * (worse - images)).clamp(0, 1)
+
+
+def mutate(facts, rng):
+    """The scene with one fact changed: a letter, a colour, a shape, the order or the count."""
+    objects, text = [list(o) for o in facts["objects"]], facts["text"]
+    while objects == facts["objects"] and text == facts["text"]:
+        kind = rng.choice(["text", "text", "colour", "shape", "order", "count"])
+        k = rng.randrange(len(objects))
+        same = len({tuple(o) for o in objects}) == 1
+        if kind == "text" and text:
+            j = rng.randrange(3)
+            text = text[:j] + rng.choice("AEIOU" if j == 1 else "BCDFGKLMNPRSTXZ") + text[j + 1:]
+        elif kind in ("colour", "shape"):
+            value = rng.choice(list(COLOURS) if kind == "colour" else SHAPES)
+            for o in objects if same else [objects[k]]:
+                o[kind == "shape"] = value
+        elif kind == "order":
+            objects = objects[::-1]
+        elif kind == "count" and same:
+            objects = [objects[0]] * rng.randint(1, 3)
+    return {"prompt": caption(objects, text, rng.random() < 0.5), "objects": objects, "text": text}
+
+
+def build_clip(tokenizer, scenes, pictures, seed, width, layers, steps=1000, batch=64):
+    """Contrastive training with one hard negative (`mutate`) per caption beside the batch."""
+    from transformers import CLIPConfig, CLIPModel
+    torch.manual_seed(seed)
+    model = CLIPModel(CLIPConfig(
+        text_config=text_config(tokenizer), projection_dim=64, vision_config=dict(
+            hidden_size=width, intermediate_size=3 * width, num_hidden_layers=layers,
+            num_attention_heads=width // 32, image_size=SIZE, patch_size=8, projection_dim=64)))
+    rng, gen, own = random.Random(seed), torch.Generator().manual_seed(seed), torch.arange(batch)
+
+    def loss():
+        pick = torch.randint(len(pictures), (batch,), generator=gen)
+        x = pictures[pick] / 255.0
+        x = x + 0.5 * torch.rand(batch, 1, 1, 1, generator=gen) * (degrade(x, gen) - x)
+        facts = [scenes[k] for k in pick.tolist()]
+        texts = [f["prompt"] for f in facts] + [mutate(f, rng)["prompt"] for f in facts]
+        tokens = tokenizer(texts, padding="max_length", return_tensors="pt")
+        logits = model(pixel_values=x * 2 - 1, **tokens).logits_per_image             # (B,2B)
+        entropy = torch.nn.functional.cross_entropy
+        return entropy(logits, own) + entropy(logits[:, :batch].T, own)
+
+    minimise(loss, model.train().parameters(), steps, 1e-3, f"contrastive {seed}")
+    return model.eval()
+
+
+def build_preference(model, tokenizer, scenes, pictures, steps=400, batch=24):
+    """Bradley-Terry from the contrastive model: the perfect picture beats a degraded one and one
+    with a fact wrong. -log sigmoid(score of the better - score of the worse)."""
+    model = copy.deepcopy(model)
+    rng, gen = random.Random(7), torch.Generator().manual_seed(7)
+
+    def loss():
+        pick = torch.randint(len(pictures), (2 * batch,), generator=gen)
+        facts, good = [scenes[k] for k in pick.tolist()], pictures[pick] / 255.0
+        wrong = to_tensor([draw(mutate(f, rng), rng) for f in facts[:batch]])
+        bad = torch.cat([wrong, degrade(good[batch:], gen)])
+        prompts = [f["prompt"] for f in facts]
+        gap = cosine(model, tokenizer, good, prompts) - cosine(model, tokenizer, bad, prompts)
+        return -torch.nn.functional.logsigmoid(model.logit_scale.exp() * gap).mean()
+
+    minimise(loss, model.train().parameters(), steps, 5e-4, "preference")
+    return model.eval()
+
+
+def main():
+    """Build every part, each from its own seed; a part that is already there is kept."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--build", action="store_true", required=True, help="build what is missing")
+    parser.add_argument("--out", type=Path, default=FOLDER, help="folder to build")
+    out, clock = parser.parse_args().out, time.time()
+    (HERE / "prompts").mkdir(exist_ok=True)
+    for name, n, held, seed in (("toy-train", 512, False, 1), ("toy-heldout", 256, True, 2)):
+        scenes = prompt_list(n, held, seed)
+        for suffix, line in ((".jsonl", json.dumps), (".txt", lambda f: f["prompt"])):
+            (HERE / "prompts" / (name + suffix)).write_text("".join(f"{line(f)}\n" for f in scenes))
+    scenes, pictures = dataset(12000, 1)
+    if not (out / "model_index.json").exists():
+        torch.manual_seed(0)
+        pipe = build_pipeline(build_vae(pictures, torch.Generator().manual_seed(0)))
+        build_base(pipe, scenes, pictures, torch.Generator().manual_seed(1))
+        pipe.to(torch.float16).save_pretrained(out)
+    from transformers import CLIPTokenizer
+    tokenizer = CLIPTokenizer.from_pretrained(out / "tokenizer")
+    if not (out / "clip").exists():
+        model = build_clip(tokenizer, scenes, pictures, 11, width=96, layers=3)
+        build_preference(model, tokenizer, scenes, pictures).half().save_pretrained(out / "preference")
+        model.half().save_pretrained(out / "clip")
+    if not (out / "judge").exists():
+        model = build_clip(tokenizer, *dataset(12000, 2), 12, width=64, layers=4)
+        model.half().save_pretrained(out / "judge")
+    print(f"{out}: {sum(f.stat().st_size for f in out.rglob('*') if f.is_file()) / 2**20:.1f} MiB, "
+          f"built in {(time.time() - clock) / 60:.0f} minutes")
+
+
+if __name__ == "__main__":
+    main()

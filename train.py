@@ -1,0 +1,388 @@
+"""The training loop of ReCAST: DiffusionNFT on several rewards, each credited by its row of W.
+
+Paper: ReCAST (arXiv 2609.13425), sections 3.4 and 4.1; DiffusionNFT (arXiv 2509.16117).
+    SAMPLE images with the old policy -> SCORE them with m rewards -> CREDIT: advantage per reward,
+    optimality r_i, r_mix = sum_i W_ij r_i / sum_i W_ij at step j -> UPDATE the LoRA -> old policy
+
+    python train.py --lam 1,1,1,1                              # one process
+    torchrun --nproc_per_node=2 train.py --lam 1,1,1,1         # any number; sizes are global
+
+B images of an epoch, P prompts, T steps; sigmas (T+1,) noise levels, index 0 the noisiest (t = 1).
+Three LoRA adapters, all float32: `default` is trained, `old` samples, `ema` is evaluated and saved.
+Differences from DiffusionNFT's public loop
+ 1. Each reward has its own advantage and r_i; W mixes them at the step that is trained.
+ 2. The loss is not multiplied by the advantage clip (5 there), so kl_weight here has 1/5 of the
+    effect it would have there at the same value, and max_grad_norm clips 5 times later.
+ 3. Images are drawn in fixed chunks by global index and gradients summed in float64, so the number
+    of processes changes nothing but speed.
+"""
+
+import argparse
+import json
+import os
+import time
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from tqdm import tqdm
+
+from evaluate import (
+    HERE,
+    SETTINGS,
+    chunks,
+    decode,
+    default_model,
+    encode_prompts,
+    evaluate,
+    generator,
+    latent_shape,
+    load_pipeline,
+    load_prompts,
+    model_key,
+    noise_levels,
+    normal,
+    processes,
+    sample,
+    save_grid,
+    summed,
+    table,
+    use,
+    velocity,
+)
+from nft_loss import credit, group_advantage, nft_loss, old_policy_decay, optimality
+from renyi_gain import noised
+from rewards import load_rewards, score
+from sinkhorn import row_weights, sinkhorn
+
+TARGETS = ["attn." + n for n in ("to_q", "to_k", "to_v", "to_out.0", "add_q_proj", "add_k_proj",
+                                 "add_v_proj", "to_add_out")]
+# flag, type, lowest, highest, default of the miniature, default of SD3.5 (the peers' recipe), help
+FLAGS = [
+    ("steps", int, 1, 1000, 10, 10, "denoising steps T"),
+    ("eval-steps", int, 1, 1000, 10, 40, "denoising steps in evaluation"),
+    ("eval-prompts", int, 2, 100000, 192, 256, "held-out prompts of an evaluation, one image each"),
+    ("eval-every", int, 0, 10**6, 10, 20, "epochs between evaluations, 0: never"),
+    ("save-every", int, 1, 10**6, 10, 20, "epochs between checkpoints"),
+    ("epochs", int, 1, 10**6, 30, 300, "epochs, counted from the start of the run"),
+    ("prompts-per-epoch", int, 1, 10**6, 16, 48, "prompts P of an epoch"),
+    ("images-per-prompt", int, 2, 10**6, 12, 24, "images per prompt, the group of the advantage"),
+    ("micro-batch", int, 1, 10**6, 12, 8, "images in one forward pass"),
+    ("updates", int, 1, 10**6, 4, 2, "optimiser steps per epoch"),
+    ("levels", int, 1, 1000, 2, 10, "noise levels trained per image and epoch, at most --steps"),
+    ("lr", float, 0, 1, 1e-3, 3e-4, "learning rate of AdamW"),
+    ("lora-rank", int, 1, 1024, 16, 32, "LoRA rank"),
+    ("lora-alpha", float, 0, 4096, 32, 64, "LoRA alpha; the adapter is scaled by alpha / rank"),
+    ("beta", float, 0, 10, 1.0, 1.0, "width of the NFT interpolation, not the KL weight"),
+    ("adv-clip", float, 0, 1e9, 2.0, 5.0, "advantages are clipped here; r is 0 or 1 beyond"),
+    ("kl-weight", float, -1e-9, 1e9, 1e-4, 1e-4, "weight of |v - v_base|^2, mean per element"),
+    ("max-grad-norm", float, 0, 1e9, 1.0, 1.0, "gradient clipping"),
+    ("guidance", float, 0, 100, 1.0, 1.0, "guidance scale of sampling and evaluation, 1: off"),
+    ("size", int, 8, 4096, 64, 512, "height and width of the images in pixels"),
+    ("text-tokens", int, 0, 512, 0, 256, "T5 tokens; zeros where there is no third encoder"),
+    ("tau", float, 0, 1e9, 1.0, 1.0, "temperature of the Sinkhorn kernel"),
+    ("decay", int, 1, 2, 1, 1, "recipe of the old policy's decay, 1 or 2 (used with beta .1)"),
+    ("seed", int, 0, 2**31, 0, 0, "seed"),
+]
+
+
+def load_curve(args, names, sigmas):
+    """gain (m, T) of --curve, rows in the order of names (NaN: not in it), for these sigmas."""
+    path = args.curve
+    if not Path(path).is_file():
+        raise ValueError(
+            f"--curve {path}: not there; make it with `python estimate.py --model {args.model} "
+            f"--setting {args.setting} --steps {args.steps}` or train with --weights static")
+    with safe_open(path, "pt") as file:
+        known = (file.metadata() or {}).get("rewards", "").split(",")
+        gain, levels = file.get_tensor("gain").double(), file.get_tensor("sigmas").float()
+    if levels.shape != sigmas.shape or not torch.allclose(levels, sigmas, atol=1e-4):
+        raise ValueError(f"{path}: estimated at {len(levels) - 1} steps with sigmas {levels[:3]}..., "
+                         f"this run has {len(sigmas) - 1} steps with {sigmas[:3]}...")
+    if not set(known) & set(names):
+        raise ValueError(f"{path}: has rewards {known}, none of {names}")
+    flat = torch.full_like(gain[0], torch.nan)
+    return torch.stack([gain[known.index(n)] if n in known else flat for n in names])
+
+
+def adapter(net, name):
+    """The LoRA tensors of one adapter, in the model's order."""
+    return [p for n, p in net.named_parameters() if f".{name}." in n]
+
+
+def save_checkpoint(out, epoch, step, net, opt):
+    """out/checkpoint-EPOCH: the EMA as a LoRA that diffusers loads, and the state to resume from.
+
+    Written beside its place and renamed; out/latest is written last."""
+    from diffusers import StableDiffusion3Pipeline
+    from peft import get_peft_model_state_dict
+    final, part = out / f"checkpoint-{epoch:05d}", out / f"checkpoint-{epoch:05d}.part"
+    part.mkdir(exist_ok=True)
+    StableDiffusion3Pipeline.save_lora_weights(
+        part, transformer_lora_layers=get_peft_model_state_dict(net, adapter_name="ema"),
+        transformer_lora_adapter_metadata=net.peft_config["ema"].to_dict())
+    state = {f"{name}.{k}": p.detach() for name in ("default", "old", "ema")
+             for k, p in enumerate(adapter(net, name))}
+    for k, moments in opt.state_dict()["state"].items():
+        state |= {f"adam.{k}.{key}": value for key, value in moments.items()}
+    save_file({k: v.contiguous() for k, v in state.items()}, part / "state.safetensors")
+    (part / "state.json").write_text(json.dumps({"epoch": epoch, "step": step}))
+    os.replace(part, final)
+    (out / "latest.part").write_text(final.name)
+    os.replace(out / "latest.part", out / "latest")
+
+
+def load_checkpoint(folder, net, opt):
+    """Fill the three adapters and the optimiser; returns epoch, step."""
+    state = load_file(folder / "state.safetensors")
+    with torch.no_grad():
+        for name in ("default", "old", "ema"):
+            for k, p in enumerate(adapter(net, name)):
+                p.copy_(state[f"{name}.{k}"])
+    moments = {}
+    for key, value in state.items():
+        if key.startswith("adam."):
+            _, k, what = key.split(".")
+            moments.setdefault(int(k), {})[what] = value
+    opt.load_state_dict({"state": moments, "param_groups": opt.state_dict()["param_groups"]})
+    return tuple(json.loads((folder / "state.json").read_text())[k] for k in ("epoch", "step"))
+
+
+def plot_run(out, names, sigmas):
+    """out/plot.png: held-out rewards of the fixed evaluation and the loss by step."""
+    from matplotlib.figure import Figure
+    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    shown = [line for line in lines if "eval" in line]
+    figure = Figure(figsize=(10, 3.6), layout="constrained")
+    left, right = figure.subplots(1, 2)
+    for i, name in enumerate(names):
+        y, e = (torch.tensor([line[k][i] for line in shown]) for k in ("eval", "eval_stderr"))
+        left.errorbar([line["epoch"] for line in shown], y, e, label=name, capsize=2)
+    left.set(xlabel="epoch", ylabel="held-out reward", title="fixed evaluation, +- 1 standard error")
+    left.legend(fontsize=7)
+    levels = [f"{s:.2f}" for s in sigmas[:-1].tolist()]
+    for line in [x for x in lines if "loss_by_step" in x][::max(1, len(lines) // 4)]:
+        right.plot(levels, line["loss_by_step"], label=f"epoch {line['epoch']}")
+    right.set(xlabel="noise  <-  sigma  ->  data", ylabel="loss", title="loss by level")
+    right.legend(fontsize=7)
+    figure.savefig(out / "plot.png.part", format="png", dpi=90)
+    os.replace(out / "plot.png.part", out / "plot.png")
+
+
+def parse(argv):
+    """Arguments with the defaults of the model, each checked against its range."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.error = lambda message: parser.exit(2, f"train.py: {message}\n")
+    add = parser.add_argument
+    add("--lam", default="1,1,1,1", help="budgets >= 0, one per reward, in the order of --rewards")
+    add("--setting", default="ocr", choices=["ocr", "geneval"], help="which rewards and prompts")
+    add("--model", help="diffusers SD3 folder or hub name (default: SD3.5-Medium or toy)")
+    add("--rewards", help="comma list of built-in names and file.py:function")
+    add("--judges", help="held-out rewards, scored at the end only; same form")
+    add("--prompts", help="training prompts, .txt or .jsonl")
+    add("--eval-list", help="held-out prompts, .txt or .jsonl")
+    add("--curve", help="gain curves of estimate.py (default: curves/MODEL-SETTING.safetensors)")
+    add("--weights", default="recast", choices=["recast", "static", "row"],
+        help="W by Sinkhorn, lam/T, or the ablation without Sinkhorn")
+    add("--std", default="global", choices=["global", "group"], help="std of the advantage")
+    add("--dtype", choices=["float32", "bfloat16"], help="dtype of the frozen transformer")
+    add("--out", default="runs/run", help="folder of the run")
+    add("--resume", action="store_true", help="go on from the latest checkpoint of --out")
+    add("--dry-run", action="store_true", help="print the plan and W, then stop")
+    for name, kind, low, high, toy, sd35, text in FLAGS:
+        add(f"--{name}", type=kind, help=f"{text}; {low} to {high} (toy {toy}, SD3.5 {sd35})")
+    args = parser.parse_args(argv)
+    args.model, why = (args.model, "named") if args.model else default_model()
+    args.why = f"model {args.model} ({why}; choose another with --model)"
+    small = model_key(args.model) == "toy"
+    rewards, judges, stem = SETTINGS[model_key(args.model)][args.setting]
+    for name, _, low, high, toy, sd35, _ in FLAGS:
+        dest = name.replace("-", "_")
+        value = getattr(args, dest)
+        if value is None:
+            setattr(args, dest, toy if small else sd35)
+        elif not low <= value <= high or (value == low and isinstance(low, float)):
+            parser.error(f"--{name} {value}: expected {low} to {high}")
+    if args.levels > args.steps:
+        parser.error(f"--levels {args.levels}: expected at most --steps {args.steps}")
+    args.dtype = args.dtype or ("float32" if small else "bfloat16")
+    args.rewards, args.judges = args.rewards or rewards, args.judges or judges
+    args.prompts = args.prompts or str(HERE / f"prompts/{stem}-train.jsonl")
+    args.eval_list = args.eval_list or str(HERE / f"prompts/{stem}-heldout.jsonl")
+    args.curve = args.curve or str(HERE / f"curves/{Path(args.model).name}-{args.setting}.safetensors")
+    return args, parser.error
+
+
+def main(argv=None):
+    """Read from top to bottom: this is the whole method."""
+    # ------------------------------------------------------------ SETUP
+    args, fail = parse(argv)
+    rank, world, device = processes()
+    say = print if rank == 0 else lambda *a, **k: None
+    say(args.why)
+    out, T = Path(args.out), args.steps
+    if (out / "metrics.jsonl").exists() and not args.resume:
+        fail(f"--out {out}: a run is there; give --resume or another folder")
+    try:
+        rewards = load_rewards(args.rewards.split(","), device)
+        judges = load_rewards(args.judges.split(",") if args.judges else [], device)
+        prompts, metadata = load_prompts(args.prompts)
+        held = tuple(x[:args.eval_prompts] for x in load_prompts(args.eval_list))
+        pipe = load_pipeline(args.model, getattr(torch, args.dtype), device)
+        sigmas = noise_levels(pipe, T)                                    # (T+1,)
+        gain = torch.full((len(rewards), T), torch.nan)                   # (m,T), NaN: no curve
+        if args.weights != "static":
+            gain = load_curve(args, list(rewards), sigmas)
+        lam = torch.tensor([float(x) for x in args.lam.split(",")], dtype=torch.float64)
+        W = (row_weights(gain, lam, args.tau) if args.weights == "row"    # (m,T)
+             else sinkhorn(gain, lam, args.tau)[0])                       # NaN rows: static_weights
+    except (ValueError, OSError) as error:
+        fail(error)
+    net, names, m = pipe.transformer, list(rewards), len(rewards)
+    P = min(args.prompts_per_epoch, len(prompts))
+    B = P * args.images_per_prompt
+    parts = chunks(B, args.micro_batch)
+    say(f"{args.weights} weights, budgets {args.lam}; W in 1/(mT), from noise to data:")
+    for name, row in zip(names, W * m * T, strict=True):
+        say(f"{name:>16} " + " ".join(f"{w:5.2f}" for w in row))
+    say(f"an epoch: {P} prompts x {args.images_per_prompt} images = {B}, in {len(parts)} chunks "
+        f"over {world} processes; {args.updates} updates x about {B // args.updates} images x "
+        f"{args.levels} levels")
+    if args.dry_run:
+        return
+
+    from peft import LoraConfig
+    for name in ("default", "old", "ema"):
+        torch.manual_seed(args.seed)                                      # three equal adapters
+        net.add_adapter(LoraConfig(r=args.lora_rank, lora_alpha=args.lora_alpha,
+                                   init_lora_weights="gaussian", target_modules=TARGETS), name)
+    for n, p in net.named_parameters():
+        if "lora_" in n:
+            p.data = p.data.float()
+    use(net, "default")
+    new, old, ema = (adapter(net, name) for name in ("default", "old", "ema"))
+    opt = torch.optim.AdamW(new, lr=args.lr, betas=(0.9, 0.999), weight_decay=1e-4)
+    text, empty = (encode_prompts(pipe, x, args.text_tokens) for x in (prompts, [""]))
+    held = (*held, encode_prompts(pipe, held[0], args.text_tokens), empty)
+    shape, eval_sigmas = latent_shape(pipe, args.size), noise_levels(pipe, args.eval_steps)
+    start = step = skipped = 0
+    if args.resume:
+        start, step = load_checkpoint(out / (out / "latest").read_text(), net, opt)
+    elif rank == 0:
+        out.mkdir(parents=True, exist_ok=True)
+        (out / "args.json").write_text(json.dumps(vars(args) | {"names": names}, indent=1))
+        save_file({"W": W, "gain": gain, "sigmas": sigmas, "lam": lam}, out / "W.safetensors",
+                  {"rewards": ",".join(names)})
+
+    for epoch in range(start, args.epochs):
+        line, clock = {"epoch": epoch, "step": step}, time.time()
+        # -------------------------------------------------------- EVALUATE, before training too
+        if args.eval_every and epoch % args.eval_every == 0:
+            scores, grid = evaluate(pipe, "ema", held, eval_sigmas, rewards, args.micro_batch,
+                                    args.size, args.guidance)             # (m,n)
+            line |= {"eval": scores.mean(1).tolist(),
+                     "eval_stderr": (scores.std(1) / scores.shape[1] ** 0.5).tolist()}
+            if rank == 0:
+                save_grid(out / f"grid-{epoch:05d}.png", grid[:16])
+            say(f"epoch {epoch:4d}  held out: sum {scores.mean(1).sum():.3f}  " + "  ".join(
+                f"{n} {v:.3f}" for n, v in zip(names, line["eval"], strict=True)))
+
+        # -------------------------------------------------------- SAMPLE with the old policy, SCORE
+        plan = torch.randperm(len(prompts), generator=generator(args.seed, "plan", epoch))[:P]
+        of = plan[torch.arange(B) % P]                                    # (B,) prompt of an image
+        raw = torch.zeros(m, B, dtype=torch.float64)
+        x0s = {}                                                          # chunk: clean latents
+        mine = [c for c in range(len(parts)) if c // args.updates % world == rank]
+        use(net, "old")
+        for c in tqdm(mine, f"sample {epoch}", leave=False, disable=rank > 0 or None):
+            index, pick = parts[c], of[parts[c]]
+            noise = normal(shape, args.seed, "sample", epoch, index=index).to(device)
+            x0s[c] = sample(pipe, tuple(e[pick] for e in text), sigmas, noise, args.guidance, empty)
+            raw[:, index] = score(rewards, decode(pipe, x0s[c]), [prompts[k] for k in pick],
+                                  [metadata[k] for k in pick])            # (m,b)
+        raw, sampled = summed(raw, device), time.time() - clock           # (m,B)
+
+        # -------------------------------------------------------- CREDIT
+        r = optimality(group_advantage(raw, of, args.std), args.adv_clip)           # (m,B)
+        steps = torch.rand(B, T, generator=generator(args.seed, "levels", epoch)).argsort(1)
+        steps = steps[:, :args.levels]                                              # (B,levels)
+        log = torch.zeros(3 + 2 * T, dtype=torch.float64)    # loss, kl, moved; loss, count by step
+
+        # -------------------------------------------------------- UPDATE
+        use(net, "default")
+        for u in range(args.updates):
+            total = args.levels * sum(map(len, parts[u::args.updates]))
+            flat = torch.zeros(sum(p.numel() for p in new), dtype=torch.float64, device=device)
+            for c, k in ((c, k) for c in mine if c % args.updates == u for k in range(args.levels)):
+                index = parts[c]
+                words, j = tuple(e[of[index]] for e in text), steps[index, k]       # (b,)
+                t, x0 = sigmas[j].to(device), x0s[c]                                # (b,)
+                xt = noised(x0, t, normal(shape, args.seed, "noise", epoch, k, index=index).to(device))
+                r_mix, coef = (a.to(device) for a in credit(W, j, r[:, index]))     # (b,), (b,)
+                with torch.no_grad():
+                    use(net, "old")
+                    v_old = velocity(net, xt, t, words)                             # (b,C,h,w)
+                    use(net, None)
+                    v_base = velocity(net, xt, t, words)
+                use(net, "default")
+                v = velocity(net, xt, t, words)
+                loss = coef * nft_loss(v, v_old, xt, x0, t, r_mix, args.beta)       # (b,)
+                kl = (v - v_base).square().mean((1, 2, 3))                          # (b,)
+                grads = torch.autograd.grad((loss + args.kl_weight * kl).sum() / total, new)
+                flat += torch.cat([g.flatten() for g in grads]).double()
+                with torch.no_grad():
+                    moved = (v - v_old).square().mean((1, 2, 3)).sqrt()
+                    log[:3] += torch.stack([x.double().sum().cpu() for x in (loss, kl, moved)])
+                    log[3:3 + T].index_add_(0, j, loss.double().cpu())
+                    log[3 + T:].index_add_(0, j, torch.ones(len(j)).double())
+            flat = summed(flat, device)                      # the one all-reduce of this update
+            step, norm = step + 1, flat.norm().item()
+            skipped = 0 if flat.isfinite().all() else skipped + 1
+            if skipped == 5:
+                raise FloatingPointError("five updates in a row without a finite gradient")
+            if skipped:
+                say(f"epoch {epoch}: update {step} skipped, its gradient is not finite")
+                continue
+            flat *= min(1.0, args.max_grad_norm / (norm + 1e-12))
+            for p, g in zip(new, flat.split([p.numel() for p in new]), strict=True):
+                p.grad = g.view_as(p).to(p.dtype)
+            opt.step()
+            with torch.no_grad():
+                torch._foreach_lerp_(ema, new, 0.1)          # ema <- .9 ema + .1 new
+        with torch.no_grad():                                # old <- d old + (1-d) new
+            torch._foreach_lerp_(old, new, 1 - old_policy_decay(step, args.decay))
+
+        # -------------------------------------------------------- LOG
+        log = summed(log, device)
+        loss, kl, moved = (log[:3] / (B * args.levels)).tolist()
+        dead = [sum(bool(row[of == k].std() == 0) for k in plan) for row in raw]
+        line |= {"reward": raw.nanmean(1).tolist(), "reward_std": raw.std(1).tolist(),
+                 "dead_groups": dead, "not_finite": int((~raw.isfinite()).sum()),
+                 "r_min": r.min().item(), "r_max": r.max().item(), "loss": loss, "kl": kl,
+                 "moved": moved, "grad_norm": norm, "sample_seconds": round(sampled, 2),
+                 "seconds": round(time.time() - clock, 2),
+                 "loss_by_step": (log[3:3 + T] / log[3 + T:].clamp_min(1)).tolist()}
+        say(f"epoch {epoch:4d}  reward sum {sum(line['reward']):.3f}  loss {loss:.3f}  |v-v_old| "
+            f"{moved:.3f}  grad {norm:.2f}  {line['seconds']:.1f} s")
+
+        # -------------------------------------------------------- SAVE
+        if rank == 0:
+            with (out / "metrics.jsonl").open("a") as file:
+                file.write(json.dumps(line) + "\n")
+            if (epoch + 1) % args.save_every == 0 or epoch + 1 == args.epochs:
+                save_checkpoint(out, epoch + 1, step, net, opt)
+
+    # ------------------------------------------------------------ REPORT: base -> trained, with judges
+    before, after = (evaluate(pipe, name, held, eval_sigmas, rewards | judges, args.micro_batch,
+                              args.size, args.guidance) for name in (None, "ema"))
+    if rank == 0:
+        save_grid(out / "base-and-trained.png", torch.cat([before[1][:16], after[1][:16]]), 16)
+        lines = table(before[0], after[0], [*names, *judges], list(judges))
+        (out / "report.md").write_text("\n".join(lines) + "\n")
+        say("\n".join(lines))
+        plot_run(out, names, sigmas)
+
+
+if __name__ == "__main__":
+    main()
