@@ -54,7 +54,7 @@ def group_advantage(reward, group, std="global", eps=1e-4):
             # large advantages.  Test: test_constant_groups_get_exactly_zero_at_any_offset
             scale = _centred(row[own if std == "group" else finite]).square().mean().sqrt()
             advantage[i, own] = _centred(row[own]) / (scale + eps)
-    return advantage.view(reward.shape)
+    return advantage.reshape(reward.shape)
 
 
 def _centred(x):
