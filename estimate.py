@@ -50,13 +50,15 @@ from rewards import load_function, load_rewards, score
 
 
 def read_folder(folder, prompts, N, size):
-    """Pictures of FOLDER/prompts.jsonl, lines {"prompt", "file"}: N per prompt, (P*N,3,H,W)."""
+    """Pictures of FOLDER/prompts.jsonl, lines {"prompt", "file"}: N per prompt, (P*N,3,H,W).
+
+    ValueError: a file that is not a plain name in FOLDER, a prompt with fewer than N files."""
     import numpy as np
     from PIL import Image
     files, listed = {}, Path(folder) / "prompts.jsonl"
     for prompt, line in zip(*load_prompts(listed), strict=True):
         if not isinstance(line.get("file"), str) or Path(line["file"]).name != line["file"]:
-            raise ValueError(f'{listed}: "file" must be a plain file name, got {line.get("file")!r}')
+            raise ValueError(f'{listed}: "file" {line.get("file")!r} must be a plain file name')
         files.setdefault(prompt, []).append(Path(folder) / line["file"])
     images = []
     for prompt in prompts:
@@ -116,7 +118,7 @@ def parse(argv):
     """Arguments, checked; the defaults make the shipped curve of the model and setting."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0],
                                      formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-    parser.error = lambda message: parser.exit(2, f"estimate.py: {message}\n")
+    parser.error = lambda error: parser.exit(2, f"estimate.py: {str(error).splitlines()[0]}\n")
     add = parser.add_argument
     add("--setting", default="ocr", choices=["ocr", "geneval"], help="which rewards and prompts")
     add("--model", help="diffusers SD3 folder or hub name")
@@ -144,8 +146,14 @@ def parse(argv):
         if not 1 <= getattr(args, name) <= 10**6:
             parser.error(f"--{name.replace('_', '-')} {getattr(args, name)}: expected at least 1")
     if (args.proposal == "self") == (args.estimator == "positive"):
-        parser.error(f"--estimator {args.estimator} with --proposal {args.proposal}: positive needs "
-                     "a proposal, self and pair need --proposal self")
+        parser.error(f"--estimator {args.estimator} --proposal {args.proposal}: self and pair need "
+                     "--proposal self, positive any other")
+    if not 0 < args.alpha < 100 or args.alpha == 1 or args.estimator == "pair" and args.alpha != 2:
+        parser.error(f"--alpha {args.alpha}: expected above 0, below 100, not 1; 2 for pair")
+    if args.N < 16 and args.pool == "prompt" or args.N < 2 and args.estimator == "pair":
+        parser.error(f"--N {args.N}: expected at least 16 for --pool prompt, 2 for pair")
+    if args.lora and not Path(args.lora).is_dir():
+        parser.error(f"--lora {args.lora}: expected a checkpoint folder of train.py")
     args.model, why = (args.model, "named") if args.model else default_model()
     args.why = f"model {args.model} ({why}; choose another with --model)"
     small = model_key(args.model) == "toy"
@@ -238,15 +246,15 @@ def main(argv=None):
         save_file({"gain": gain, "stderr": stderr, "D": D, "stderr_D": stderr_D, "sigmas": sigmas,
                    "R": R.float()}, part, about)
         os.replace(part, args.out)
-        title = f"{Path(args.model).name}, {args.setting}: alpha {args.alpha:g}, {args.estimator}, " \
-                f"{Path(args.proposal).name}, P {P} N {N} K {K}, seed {args.seed}"
-        plot_curves(args.out.with_suffix(".png"), list(rewards), sigmas, gain, stderr, D, stderr_D,
-                    title)
+        title = (f"{Path(args.model).name}, {args.setting}: alpha {args.alpha:g}, {args.estimator}, "
+                 f"{Path(args.proposal).name}, P {P} N {N} K {K}, seed {args.seed}")
+        picture = args.out.with_suffix(".png")
+        plot_curves(picture, list(rewards), sigmas, gain, stderr, D, stderr_D, title)
         for i, name in enumerate(rewards):
             spread, peak = (gain[i] - gain[i].mean()).norm() / stderr[i].norm(), gain[i].argmax()
             say(f"{name:>16}  total {D[i, -1]:.4f} +- {stderr_D[i, -1]:.4f} nats, most at sigma "
                 f"{sigmas[peak]:.2f}-{sigmas[peak + 1]:.2f}, profile / its error {spread:.1f}")
-        say(f"wrote {args.out} and {args.out.with_suffix('.png').name}")
+        say(f"wrote {args.out} and {picture.name}")
 
 
 if __name__ == "__main__":

@@ -46,7 +46,7 @@ def normal(shape, *key, index):
 
 
 def default_model():
-    """SD3.5-Medium where CUDA is and its weights are in the local cache, the miniature elsewhere."""
+    """SD3.5-Medium where CUDA and its cached weights are, the miniature elsewhere; and why."""
     if not torch.cuda.is_available():
         return "toy", "no CUDA device"
     from huggingface_hub import try_to_load_from_cache
@@ -65,21 +65,24 @@ def load_pipeline(model, dtype, device):
 
     The transformer gets dtype, text encoders too; the autoencoder stays float32."""
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
-    from diffusers import StableDiffusion3Pipeline
-    from transformers.utils import logging
-    logging.disable_progress_bar()
+    import diffusers
+    import transformers
+    for library in (diffusers, transformers):
+        library.utils.logging.disable_progress_bar()
     folder = next((p for p in (Path(model), HERE / model) if p.is_dir()), None)
+    if not folder and "/" not in str(model):
+        raise ValueError(f"--model {model}: no such folder, and a hub name is OWNER/NAME")
     parts = {}
     if folder:                                        # a null entry must be said again as None
         index = folder / "model_index.json"
         if not index.is_file():
             raise ValueError(f"--model {model}: {index} is missing; give a diffusers SD3 folder")
         parts = {k: None for k, v in json.loads(index.read_text()).items() if v == [None, None]}
-    pipe = StableDiffusion3Pipeline.from_pretrained(folder or model, dtype=dtype, **parts)
+    pipe = diffusers.StableDiffusion3Pipeline.from_pretrained(
+        folder or model, dtype={"default": dtype, "vae": torch.float32}, **parts)
     for part in pipe.components.values():
         if isinstance(part, torch.nn.Module):
             part.requires_grad_(False).eval().to(device)
-    pipe.vae.to(torch.float32)
     pipe.set_progress_bar_config(disable=True)
     return pipe
 
@@ -271,7 +274,7 @@ def main(argv=None):
     """Score the base and every run on the same prompts and noise; write the table and pictures."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0],
                                      formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-    parser.error = lambda message: parser.exit(2, f"evaluate.py: {message}\n")
+    parser.error = lambda error: parser.exit(2, f"evaluate.py: {str(error).splitlines()[0]}\n")
     parser.add_argument("runs", nargs="+", type=Path, help="run folders of train.py, one model")
     parser.add_argument("--n", type=int, default=256, help="held-out prompts, at least 2")
     parser.add_argument("--judges", help="held-out rewards (default: those of the first run)")
@@ -279,14 +282,16 @@ def main(argv=None):
     args = parser.parse_args(argv)
     rank, world, device = processes()
     try:
+        if args.n < 2:
+            raise ValueError(f"--n {args.n}: expected at least 2")
+        if len(set(args.runs)) < len(args.runs):
+            raise ValueError("runs: expected every run once")
         runs = {run: json.loads((run / "args.json").read_text()) for run in args.runs}
         first = runs[args.runs[0]]
         for key in ("model", "rewards", "eval_list", "eval_steps", "guidance", "size"):
             for run, own in runs.items():
                 if own[key] != first[key]:
                     raise ValueError(f"{run}: {key} {own[key]} differs from {args.runs[0]}'s")
-        if args.n < 2:
-            raise ValueError(f"--n {args.n}: expected at least 2")
         names = load_rewards(first["rewards"].split(","), device)
         judges = load_rewards((args.judges or first["judges"]).split(","), device)
         prompts, metadata = (x[:args.n] for x in load_prompts(first["eval_list"]))
@@ -328,7 +333,7 @@ def main(argv=None):
     save_grid(args.out / "grid.png", torch.cat(shown), 12)
     plot_runs(args.out / "curves.png", runs)
     print("\n".join(lines))
-    print(f"wrote {args.out}/table.md, results.json, grid.png (rows: base, then the runs), curves.png")
+    print(f"wrote {args.out}: table.md, results.json, curves.png, grid.png (rows: base, runs)")
 
 
 if __name__ == "__main__":

@@ -177,11 +177,11 @@ def main(argv=None):
         where = "--" if str(error)[:3] in ("lam", "tau") else f"{args.curve}: expected a curve; "
         parser.error(f"{where}{error}")
     print(f"W in units of 1/(mT), tau {args.tau:g}, steps from noise to data")
-    print("step  sigma" + "".join(f"{name:>12}" for name in names) + "  T x column sum")
+    print("step  sigma" + "".join(f"{name:>15}" for name in names) + "  T x column sum")
     for j in range(T):
-        cells = "".join(f"{w:12.3f}" for w in m * T * W[:, j])
+        cells = "".join(f"{w:15.3f}" for w in m * T * W[:, j])
         print(f"{j:4d}  {sigmas[j]:.3f}{cells}  {T * W[:, j].sum():14.6f}")
-    print("row sum    " + "".join(f"{s:12.6f}" for s in W.sum(1)))
+    print("row sum    " + "".join(f"{s:15.6f}" for s in W.sum(1)))
     print(f"residual {residual:.1e}, W from {m * T * W.min():.2f} to {m * T * W.max():.2f} / (mT)")
 
 

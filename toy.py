@@ -11,7 +11,7 @@ small, that the other programs load like any other: nothing outside this file kn
     render     the perfect picture of a prompt: the proposal pi+ of the gain estimate
 The base is stopped early on purpose: letters half right, shapes bent. That is work for RL.
 
-    python toy.py --build            # toy/ and prompts/ from nothing, seeded; the README has the time
+    python toy.py --build           # what is missing of toy/ and prompts/, seeded
 """
 
 import argparse
@@ -68,17 +68,14 @@ def scene(rng, text=None):
 
 
 def outline(shape, x, y, r):
-    """Corner points of a shape with centre (x, y) and radius r, or None for a circle."""
+    """Corner points of a shape with centre (x, y) and radius r; the circle has forty corners."""
     if shape == "square":
-        return [(x - .85 * r, y - .85 * r), (x + .85 * r, y - .85 * r),
-                (x + .85 * r, y + .85 * r), (x - .85 * r, y + .85 * r)]
+        return [(x + a * .85 * r, y + b * .85 * r) for a, b in ((-1, -1), (1, -1), (1, 1), (-1, 1))]
     if shape == "triangle":
         return [(x, y - r), (x + r, y + .85 * r), (x - r, y + .85 * r)]
-    if shape == "star":
-        return [(x + (r if k % 2 == 0 else .45 * r) * 1.1 * math.sin(math.pi * k / 5),
-                 y - (r if k % 2 == 0 else .45 * r) * 1.1 * math.cos(math.pi * k / 5))
-                for k in range(10)]
-    return None
+    n, radii = (40, (r, r)) if shape == "circle" else (10, (1.1 * r, .5 * r))
+    return [(x + radii[k % 2] * math.sin(2 * math.pi * k / n),
+             y - radii[k % 2] * math.cos(2 * math.pi * k / n)) for k in range(n)]
 
 
 @functools.cache
@@ -118,11 +115,7 @@ def draw(facts, rng=None, background=None):
     for k, (colour, shape) in enumerate(facts["objects"]):
         x = {1: [32], 2: [17, 47], 3: [12, 32, 52]}[n][k] + move(1)
         y, r = 22 + move(2), (7.8 if n == 3 else 10.5) + move(0.5)
-        points = outline(shape, x * z, y * z, r * z)
-        if points:
-            pen.polygon(points, fill=COLOURS[colour])
-        else:
-            pen.ellipse([(x - r) * z, (y - r) * z, (x + r) * z, (y + r) * z], fill=COLOURS[colour])
+        pen.polygon(outline(shape, x * z, y * z, r * z), fill=COLOURS[colour])
     if facts.get("text"):
         x, y = 32 + move(2), 52 + move(1)
         for k, letter in enumerate(facts["text"]):
@@ -149,7 +142,8 @@ def letter_templates():
     z, out = 4, []
     for k in range(26):
         image = Image.new("L", (CELL * z, 20 * z), 0)
-        ImageDraw.Draw(image).text((CELL * z / 2, 10 * z), chr(65 + k), 255, font(FONT * z), anchor="mm")
+        pen = ImageDraw.Draw(image)
+        pen.text((CELL * z / 2, 10 * z), chr(65 + k), 255, font(FONT * z), anchor="mm")
         out.append(image.resize((CELL, 20), Image.BOX).convert("RGB"))
     t = to_tensor(out)[:, :1]
     t = t - t.mean((2, 3), keepdim=True)
@@ -210,11 +204,7 @@ def shape_masks():
     masks = []
     for shape in SHAPES:
         image = Image.new("L", (256, 256))
-        points = outline(shape, 128, 128, 100)
-        if points:
-            ImageDraw.Draw(image).polygon(points, fill=255)
-        else:
-            ImageDraw.Draw(image).ellipse([28, 28, 228, 228], fill=255)
+        ImageDraw.Draw(image).polygon(outline(shape, 128, 128, 100), fill=255)
         masks.append(np.asarray(image.crop(image.getbbox()).resize((16, 16), Image.BOX)) > 127)
     return masks
 
@@ -228,14 +218,14 @@ def ocr(images, prompts, metadata):
 
 
 def geneval(images, prompts, metadata):
-    """Graded facts in [0, 1]: mean of count right and the shares of colours, shapes, places right."""
+    """Graded facts in [0, 1]: mean of count right and shares of colours, shapes, places right."""
     scores = []
     for found, facts in zip(find_objects(images), metadata):
         wanted, most = facts["objects"], max(len(found), len(facts["objects"]))
-        shares = [sum((Counter(f[k] for f in found) & Counter(w[k] for w in wanted)).values()) / most
-                  for k in (0, 1)]
-        places = sum(f == w for f, w in zip(found, wanted)) / most
-        scores.append((float(len(found) == len(wanted)) + sum(shares) + places) / 4)
+        count = float(len(found) == len(wanted))
+        both = [Counter(f[k] for f in found) & Counter(w[k] for w in wanted) for k in (0, 1)]
+        places = sum(f == w for f, w in zip(found, wanted))
+        scores.append((count + (sum(sum(c.values()) for c in both) + places) / most) / 4)
     return torch.tensor(scores)
 
 
@@ -336,7 +326,8 @@ def build_vae(pictures, gen, steps=1200, decoder_steps=800, batch=8):
         z = dist.mean + dist.std * torch.randn(dist.mean.shape, generator=gen)        # (B,4,16,16)
         amount = noise * torch.rand(batch, 1, 1, 1, generator=gen) * z.detach().std()
         y = vae.decode(z + amount * torch.randn(z.shape, generator=gen)).sample
-        return (y - x).abs().mean() + (y - x).square().mean() + 1e-3 * dist.kl().mean() / x[0].numel()
+        prior = 1e-3 * dist.kl().mean() / x[0].numel()
+        return (y - x).abs().mean() + (y - x).square().mean() + prior
 
     minimise(loss, vae.parameters(), steps, 1.5e-3, "autoencoder")
     vae.encoder.requires_grad_(False)
@@ -354,11 +345,7 @@ def encode(vae, pictures):
 
 def build_pipeline(vae):
     """Stable Diffusion 3 with every part small; all but the autoencoder random."""
-    from diffusers import (
-        FlowMatchEulerDiscreteScheduler,
-        SD3Transformer2DModel,
-        StableDiffusion3Pipeline,
-    )
+    import diffusers
     from transformers import AddedToken, CLIPTextConfig, CLIPTextModelWithProjection, CLIPTokenizer
     letters = [*"abcdefghijklmnopqrstuvwxyz", '"']   # every word of the grammar is one token,
     vocab = [*letters, *(c + "</w>" for c in letters), "<|startoftext|>", "<|endoftext|>"]
@@ -366,14 +353,15 @@ def build_pipeline(vae):
     grammar = [*COLOURS, *SHAPES, *(s + "s" for s in SHAPES),
                *"an two three left right of with the text".split()]
     tokenizer.add_tokens([AddedToken(w, single_word=True) for w in grammar])  # any other is spelled
-    transformer = SD3Transformer2DModel(
+    transformer = diffusers.SD3Transformer2DModel(
         sample_size=SIZE // 4, patch_size=2, in_channels=4, out_channels=4, num_layers=4,
         attention_head_dim=32, num_attention_heads=4, joint_attention_dim=128,
         caption_projection_dim=128, pooled_projection_dim=128, pos_embed_max_size=SIZE // 8,
         qk_norm="rms_norm")
     text = CLIPTextConfig(**text_config(tokenizer))
-    return StableDiffusion3Pipeline(
-        transformer=transformer, vae=vae, scheduler=FlowMatchEulerDiscreteScheduler(shift=SHIFT),
+    return diffusers.StableDiffusion3Pipeline(
+        transformer=transformer, vae=vae,
+        scheduler=diffusers.FlowMatchEulerDiscreteScheduler(shift=SHIFT),
         text_encoder=CLIPTextModelWithProjection(text), tokenizer=tokenizer,
         text_encoder_2=CLIPTextModelWithProjection(text), tokenizer_2=tokenizer,
         text_encoder_3=None, tokenizer_3=None)
@@ -388,16 +376,18 @@ def text_config(tokenizer):
                 pad_token_id=eos)
 
 
-def build_base(pipe, scenes, pictures, gen, steps=600, batch=64):
-    """Flow matching on the world, text encoders jointly; stopped early so that RL has work."""
-    vae = pipe.vae.config
+def build_base(pipe, scenes, pictures, gen, steps, wrong, batch=64):
+    """Flow matching on the world, text encoders jointly. A share `wrong` of the captions has one
+    fact wrong, as captions on the web do: the base then draws what it was told only sometimes."""
+    vae, rng = pipe.vae.config, random.Random(steps)
     x0s = (encode(pipe.vae, pictures) - vae.shift_factor) * vae.scaling_factor
     modules = [pipe.transformer, pipe.text_encoder, pipe.text_encoder_2]
 
     def loss():
         pick = torch.randint(len(x0s), (batch,), generator=gen)
+        facts = [mutate(scenes[k], rng) if rng.random() < wrong else scenes[k] for k in pick]
         drop = torch.rand(batch, generator=gen) < 0.1                     # for guidance
-        prompts = ["" if d else scenes[k]["prompt"] for k, d in zip(pick.tolist(), drop)]
+        prompts = ["" if d else f["prompt"] for f, d in zip(facts, drop)]
         text, _, pooled, _ = pipe.encode_prompt(
             prompts, None, None, do_classifier_free_guidance=False, max_sequence_length=0)
         t = torch.sigmoid(torch.randn(batch, 1, 1, 1, generator=gen))
@@ -406,7 +396,8 @@ def build_base(pipe, scenes, pictures, gen, steps=600, batch=64):
                              encoder_hidden_states=text, pooled_projections=pooled).sample
         return (v - (noise - x0)).square().mean()
 
-    minimise(loss, [p for m in modules for p in m.train().parameters()], steps, 2e-3, "base")
+    params = [p for m in modules for p in m.train().parameters()]
+    minimise(loss, params, steps, 1e-3 if wrong else 2e-3, "base")
     for m in modules:
         m.eval()
 
@@ -493,6 +484,7 @@ def build_preference(model, tokenizer, scenes, pictures, steps=400, batch=24):
 def main():
     """Build every part, each from its own seed; a part that is already there is kept."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.error = lambda message: parser.exit(2, f"toy.py: {message}\n")
     parser.add_argument("--build", action="store_true", required=True, help="build what is missing")
     parser.add_argument("--out", type=Path, default=FOLDER, help="folder to build")
     out, clock = parser.parse_args().out, time.time()
@@ -505,13 +497,15 @@ def main():
     if not (out / "model_index.json").exists():
         torch.manual_seed(0)
         pipe = build_pipeline(build_vae(pictures, torch.Generator().manual_seed(0)))
-        build_base(pipe, scenes, pictures, torch.Generator().manual_seed(1))
+        for k, (steps, wrong) in enumerate(((600, 0), (600, 0), (300, 0.5))):
+            build_base(pipe, scenes, pictures, torch.Generator().manual_seed(k), steps, wrong)
         pipe.to(torch.float16).save_pretrained(out)
     from transformers import CLIPTokenizer
     tokenizer = CLIPTokenizer.from_pretrained(out / "tokenizer")
     if not (out / "clip").exists():
         model = build_clip(tokenizer, scenes, pictures, 11, width=96, layers=3)
-        build_preference(model, tokenizer, scenes, pictures).half().save_pretrained(out / "preference")
+        other = build_preference(model, tokenizer, scenes, pictures)
+        other.half().save_pretrained(out / "preference")
         model.half().save_pretrained(out / "clip")
     if not (out / "judge").exists():
         model = build_clip(tokenizer, *dataset(12000, 2), 12, width=64, layers=4)

@@ -21,6 +21,7 @@ import argparse
 import json
 import os
 import time
+import warnings
 from pathlib import Path
 
 import torch
@@ -159,7 +160,7 @@ def plot_run(out, names, sigmas):
     for i, name in enumerate(names):
         y, e = (torch.tensor([line[k][i] for line in shown]) for k in ("eval", "eval_stderr"))
         left.errorbar([line["epoch"] for line in shown], y, e, label=name, capsize=2)
-    left.set(xlabel="epoch", ylabel="held-out reward", title="fixed evaluation, +- 1 standard error")
+    left.set(xlabel="epoch", ylabel="held-out reward", title="fixed evaluation, +- 1 stderr")
     left.legend(fontsize=7)
     levels = [f"{s:.2f}" for s in sigmas[:-1].tolist()]
     for line in [x for x in lines if "loss_by_step" in x][::max(1, len(lines) // 4)]:
@@ -173,9 +174,10 @@ def plot_run(out, names, sigmas):
 def parse(argv):
     """Arguments with the defaults of the model, each checked against its range."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.error = lambda message: parser.exit(2, f"train.py: {message}\n")
+    parser.error = lambda message: parser.exit(2, f"train.py: {str(message).splitlines()[0]}\n")
     add = parser.add_argument
-    add("--lam", default="1,1,1,1", help="budgets >= 0, one per reward, in the order of --rewards")
+    add("--lam", default="1,1,1,1", type=lambda text: [float(x) for x in text.split(",")],
+        help="budgets >= 0, one per reward, in the order of --rewards")
     add("--setting", default="ocr", choices=["ocr", "geneval"], help="which rewards and prompts")
     add("--model", help="diffusers SD3 folder or hub name (default: SD3.5-Medium or toy)")
     add("--rewards", help="comma list of built-in names and file.py:function")
@@ -210,7 +212,8 @@ def parse(argv):
     args.rewards, args.judges = args.rewards or rewards, args.judges or judges
     args.prompts = args.prompts or str(HERE / f"prompts/{stem}-train.jsonl")
     args.eval_list = args.eval_list or str(HERE / f"prompts/{stem}-heldout.jsonl")
-    args.curve = args.curve or str(HERE / f"curves/{Path(args.model).name}-{args.setting}.safetensors")
+    stem = f"{Path(args.model).name}-{args.setting}"
+    args.curve = args.curve or str(HERE / f"curves/{stem}.safetensors")
     return args, parser.error
 
 
@@ -222,21 +225,24 @@ def main(argv=None):
     say = print if rank == 0 else lambda *a, **k: None
     say(args.why)
     out, T = Path(args.out), args.steps
-    if (out / "metrics.jsonl").exists() and not args.resume:
-        fail(f"--out {out}: a run is there; give --resume or another folder")
+    if args.resume != (out / "latest").exists():
+        fail(f"--out {out}: " + ("no checkpoint to --resume from" if args.resume else
+                                 "a run is there; give --resume or another folder"))
     try:
         rewards = load_rewards(args.rewards.split(","), device)
         judges = load_rewards(args.judges.split(",") if args.judges else [], device)
         prompts, metadata = load_prompts(args.prompts)
         held = tuple(x[:args.eval_prompts] for x in load_prompts(args.eval_list))
         pipe = load_pipeline(args.model, getattr(torch, args.dtype), device)
+        if args.size % (pipe.vae_scale_factor * pipe.patch_size):
+            raise ValueError(f"--size {args.size}: expected a multiple of "
+                             f"{pipe.vae_scale_factor * pipe.patch_size}")
         sigmas = noise_levels(pipe, T)                                    # (T+1,)
         gain = torch.full((len(rewards), T), torch.nan)                   # (m,T), NaN: no curve
         if args.weights != "static":
             gain = load_curve(args, list(rewards), sigmas)
-        lam = torch.tensor([float(x) for x in args.lam.split(",")], dtype=torch.float64)
-        W = (row_weights(gain, lam, args.tau) if args.weights == "row"    # (m,T)
-             else sinkhorn(gain, lam, args.tau)[0])                       # NaN rows: static_weights
+        W = (row_weights(gain, args.lam, args.tau) if args.weights == "row"    # (m,T)
+             else sinkhorn(gain, args.lam, args.tau)[0])                       # NaN rows: static_weights
     except (ValueError, OSError) as error:
         fail(error)
     net, names, m = pipe.transformer, list(rewards), len(rewards)
@@ -253,6 +259,7 @@ def main(argv=None):
         return
 
     from peft import LoraConfig
+    warnings.filterwarnings("ignore", "Already found a `peft_config`")    # three on purpose
     for name in ("default", "old", "ema"):
         torch.manual_seed(args.seed)                                      # three equal adapters
         net.add_adapter(LoraConfig(r=args.lora_rank, lora_alpha=args.lora_alpha,
@@ -272,7 +279,7 @@ def main(argv=None):
     elif rank == 0:
         out.mkdir(parents=True, exist_ok=True)
         (out / "args.json").write_text(json.dumps(vars(args) | {"names": names}, indent=1))
-        save_file({"W": W, "gain": gain, "sigmas": sigmas, "lam": lam}, out / "W.safetensors",
+        save_file({"W": W, "gain": gain, "sigmas": sigmas, "lam": torch.tensor(args.lam)}, out / "W.safetensors",
                   {"rewards": ",".join(names)})
 
     for epoch in range(start, args.epochs):
@@ -318,7 +325,8 @@ def main(argv=None):
                 index = parts[c]
                 words, j = tuple(e[of[index]] for e in text), steps[index, k]       # (b,)
                 t, x0 = sigmas[j].to(device), x0s[c]                                # (b,)
-                xt = noised(x0, t, normal(shape, args.seed, "noise", epoch, k, index=index).to(device))
+                noise = normal(shape, args.seed, "noise", epoch, k, index=index).to(device)
+                xt = noised(x0, t, noise)                                           # (b,C,h,w)
                 r_mix, coef = (a.to(device) for a in credit(W, j, r[:, index]))     # (b,), (b,)
                 with torch.no_grad():
                     use(net, "old")
@@ -373,7 +381,7 @@ def main(argv=None):
             if (epoch + 1) % args.save_every == 0 or epoch + 1 == args.epochs:
                 save_checkpoint(out, epoch + 1, step, net, opt)
 
-    # ------------------------------------------------------------ REPORT: base -> trained, with judges
+    # ------------------------------------------------------------ REPORT: base -> trained
     before, after = (evaluate(pipe, name, held, eval_sigmas, rewards | judges, args.micro_batch,
                               args.size, args.guidance) for name in (None, "ema"))
     if rank == 0:
