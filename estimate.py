@@ -233,7 +233,6 @@ def main(argv=None):
 
     # ------------------------------------------------------------ CURVE
     if rank == 0:
-        warnings.formatwarning = lambda message, *_: f"warning: {message}\n"
         D = renyi_divergence(R, args.alpha, args.estimator, args.pool)    # (m,T+1)
         D = monotone(D) if args.monotone else D
         gain = D.diff(dim=-1)                                             # (m,T)
@@ -246,8 +245,8 @@ def main(argv=None):
         save_file({"gain": gain, "stderr": stderr, "D": D, "stderr_D": stderr_D, "sigmas": sigmas,
                    "R": R.float()}, part, about)
         os.replace(part, args.out)
-        title = (f"{Path(args.model).name}, {args.setting}: alpha {args.alpha:g}, {args.estimator}, "
-                 f"{Path(args.proposal).name}, P {P} N {N} K {K}, seed {args.seed}")
+        title = (f"{Path(args.model).name} {args.setting}, alpha {args.alpha:g}, {args.estimator}, "
+                 f"{args.proposal}, P {P} N {N} K {K}, seed {args.seed}")
         picture = args.out.with_suffix(".png")
         plot_curves(picture, list(rewards), sigmas, gain, stderr, D, stderr_D, title)
         for i, name in enumerate(rewards):
@@ -258,4 +257,5 @@ def main(argv=None):
 
 
 if __name__ == "__main__":
+    warnings.formatwarning = lambda message, *_: f"warning: {message}\n"
     main()

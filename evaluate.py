@@ -166,9 +166,11 @@ def load_prompts(path):
 
 def use(net, name):
     """Switch to one adapter, or to the base with None; only `default` ever requires gradients."""
-    net.disable_adapters() if name is None else net.enable_adapters()
     if name is not None:
+        net.enable_adapters()
         net.set_adapter(name)
+    elif hasattr(net, "peft_config"):
+        net.disable_adapters()
     for n, p in net.named_parameters():
         p.requires_grad_(".default." in n)
 

@@ -9,7 +9,7 @@ small, that the other programs load like any other: nothing outside this file kn
     rewards    ocr, geneval, clipscore, preference, detail; judges: strict, second_clip, nearest;
                each f(images (B,3,64,64) in [0,1], prompts, metadata) -> (B,) float in [0,1]
     render     the perfect picture of a prompt: the proposal pi+ of the gain estimate
-The base is stopped early on purpose: letters half right, shapes bent. That is work for RL.
+The base is imperfect on purpose (`build_base`): letters half right, facts mixed up. Work for RL.
 
     python toy.py --build           # what is missing of toy/ and prompts/, seeded
 """
@@ -25,7 +25,12 @@ import zlib
 from collections import Counter
 from pathlib import Path
 
+import cv2
+import matplotlib
+import numpy as np
 import torch
+import torch.nn.functional as F
+from PIL import Image, ImageDraw, ImageFont
 from tqdm import tqdm
 
 HERE = Path(__file__).resolve().parent
@@ -40,7 +45,7 @@ LENGTH, SHIFT = 20, 1.0                             # tokens per caption; the sc
 NUMBERS = {1: "a", 2: "two", 3: "three"}
 WORDS = [a + b + c for a in "BCDFGHJKLMNPRSTVWXZ" for b in "AEIOU" for c in "BCDFGKLMNPRSTXYZ"
          if a + b + c not in {"RED", "SEX", "FAG", "TIT", "CUM", "KUM", "NIG", "COC", "DIC"}]
-TEXT_TOP, CELL, FONT = 42, 13, 21                    # text band, letter pitch and font size, pixels
+TEXT_TOP, CELL = 42, 13                              # text band and letter pitch, pixels
 
 
 # ---------------------------------------------------------------- the world
@@ -79,12 +84,10 @@ def outline(shape, x, y, r):
 
 
 @functools.cache
-def font(size):
+def font():
     """DejaVu Sans Mono Bold, which matplotlib ships, so the pictures are the same everywhere."""
-    import matplotlib
-    from PIL import ImageFont
-    path = Path(matplotlib.get_data_path()) / "fonts/ttf/DejaVuSansMono-Bold.ttf"
-    return ImageFont.truetype(str(path), size)
+    folder = Path(matplotlib.get_data_path()) / "fonts/ttf"
+    return ImageFont.truetype(str(folder / "DejaVuSansMono-Bold.ttf"), 84)       # 21 px, times 4
 
 
 def held_out(value):
@@ -104,7 +107,6 @@ def prompt_list(n, held, seed):
 
 def draw(facts, rng=None, background=None):
     """The perfect picture of a scene, a Pillow image; rng jitters places, sizes, background."""
-    from PIL import Image, ImageDraw
     move = (lambda a: rng.uniform(-a, a)) if rng else (lambda a: 0.0)
     if background is None:
         background = rng.choice(BACKGROUNDS) if rng else BACKGROUNDS[0]
@@ -119,13 +121,12 @@ def draw(facts, rng=None, background=None):
     if facts.get("text"):
         x, y = 32 + move(2), 52 + move(1)
         for k, letter in enumerate(facts["text"]):
-            pen.text(((x + (k - 1) * CELL) * z, y * z), letter, INK, font(FONT * z), anchor="mm")
+            pen.text(((x + (k - 1) * CELL) * z, y * z), letter, INK, font(), anchor="mm")
     return image.resize((SIZE, SIZE), Image.BOX)
 
 
 def to_tensor(images):
     """Pillow images -> (B, 3, H, W) float in [0, 1]."""
-    import numpy as np
     return torch.from_numpy(np.stack([np.asarray(i) for i in images])).permute(0, 3, 1, 2) / 255.0
 
 
@@ -138,16 +139,13 @@ def render(prompts, metadata, seed):
 @functools.cache
 def letter_templates():
     """(26, 1, h, w) zero-mean unit-norm darkness of each letter alone."""
-    from PIL import Image, ImageDraw
     z, out = 4, []
     for k in range(26):
         image = Image.new("L", (CELL * z, 20 * z), 0)
-        pen = ImageDraw.Draw(image)
-        pen.text((CELL * z / 2, 10 * z), chr(65 + k), 255, font(FONT * z), anchor="mm")
+        ImageDraw.Draw(image).text((CELL * z / 2, 10 * z), chr(65 + k), 255, font(), anchor="mm")
         out.append(image.resize((CELL, 20), Image.BOX).convert("RGB"))
     t = to_tensor(out)[:, :1]
-    t = t - t.mean((2, 3), keepdim=True)
-    return t / t.flatten(1).norm(dim=1)[:, None, None, None]
+    return F.normalize(t - t.mean((2, 3), keepdim=True), dim=(2, 3))
 
 
 def read_text(images, tol=0.6):
@@ -155,7 +153,6 @@ def read_text(images, tol=0.6):
 
     Each cell takes the letter of largest normalised cross-correlation with its template, over a
     few pixels of shift; below tol nothing counts as read."""
-    import torch.nn.functional as F
     t = letter_templates()
     h, w = t.shape[2:]
     dark = 1 - images.float().cpu().mean(1, keepdim=True)[:, :, TEXT_TOP - 3:]        # (B,1,25,64)
@@ -173,8 +170,6 @@ def find_objects(images):
 
     Every pixel goes to its nearest colour of the world; a connected region of at least 45 pixels
     is an object; its shape is the outline that overlaps its mask best (IoU on 16 x 16)."""
-    import cv2
-    import numpy as np
     palette = torch.tensor([*COLOURS.values(), *BACKGROUNDS, INK]) / 255.0            # (11,3)
     pixels = images.float().cpu().permute(0, 2, 3, 1).reshape(len(images), -1, 3)
     nearest = torch.cdist(pixels, palette.expand(len(images), -1, -1)).argmin(-1)
@@ -199,14 +194,10 @@ def find_objects(images):
 @functools.cache
 def shape_masks():
     """Four (16, 16) boolean masks, one per shape, each filling its bounding box."""
-    import numpy as np
-    from PIL import Image, ImageDraw
-    masks = []
-    for shape in SHAPES:
-        image = Image.new("L", (256, 256))
+    images = [Image.new("L", (256, 256)) for _ in SHAPES]
+    for image, shape in zip(images, SHAPES):
         ImageDraw.Draw(image).polygon(outline(shape, 128, 128, 100), fill=255)
-        masks.append(np.asarray(image.crop(image.getbbox()).resize((16, 16), Image.BOX)) > 127)
-    return masks
+    return [np.asarray(i.crop(i.getbbox()).resize((16, 16), Image.BOX)) > 127 for i in images]
 
 
 # ---------------------------------------------------------------- rewards and judges
@@ -240,7 +231,6 @@ def detail(images, prompts, metadata):
 
     The range of a 3 x 3 neighbourhood is near 0 inside a clean area and large on a clean edge;
     ripples, smears and blur lie between. Settled only by the last denoising steps."""
-    import torch.nn.functional as F
     x = images.float()
     spread = (F.max_pool2d(x, 3, 1, 1) + F.max_pool2d(-x, 3, 1, 1)).amax(1)         # (B,64,64)
     return 1 - ((spread > 0.06) & (spread < 0.4)).float().mean((1, 2))
@@ -248,7 +238,6 @@ def detail(images, prompts, metadata):
 
 def nearest(images, prompts, metadata):
     """Closeness to the nearest perfect picture (four backgrounds), in [0, 1]; 16 x 16 pixels."""
-    import torch.nn.functional as F
     small = F.avg_pool2d(images.float().cpu(), 4)
     gaps = [(small - F.avg_pool2d(to_tensor([draw(f, background=b) for f in metadata]), 4)).abs()
             .mean((1, 2, 3)) for b in BACKGROUNDS]
@@ -355,9 +344,8 @@ def build_pipeline(vae):
     tokenizer.add_tokens([AddedToken(w, single_word=True) for w in grammar])  # any other is spelled
     transformer = diffusers.SD3Transformer2DModel(
         sample_size=SIZE // 4, patch_size=2, in_channels=4, out_channels=4, num_layers=4,
-        attention_head_dim=32, num_attention_heads=4, joint_attention_dim=128,
-        caption_projection_dim=128, pooled_projection_dim=128, pos_embed_max_size=SIZE // 8,
-        qk_norm="rms_norm")
+        attention_head_dim=32, num_attention_heads=4, joint_attention_dim=128, qk_norm="rms_norm",
+        caption_projection_dim=128, pooled_projection_dim=128, pos_embed_max_size=SIZE // 8)
     text = CLIPTextConfig(**text_config(tokenizer))
     return diffusers.StableDiffusion3Pipeline(
         transformer=transformer, vae=vae,
@@ -381,7 +369,6 @@ def build_base(pipe, scenes, pictures, gen, steps, wrong, batch=64):
     fact wrong, as captions on the web do: the base then draws what it was told only sometimes."""
     vae, rng = pipe.vae.config, random.Random(steps)
     x0s = (encode(pipe.vae, pictures) - vae.shift_factor) * vae.scaling_factor
-    modules = [pipe.transformer, pipe.text_encoder, pipe.text_encoder_2]
 
     def loss():
         pick = torch.randint(len(x0s), (batch,), generator=gen)
@@ -396,15 +383,13 @@ def build_base(pipe, scenes, pictures, gen, steps, wrong, batch=64):
                              encoder_hidden_states=text, pooled_projections=pooled).sample
         return (v - (noise - x0)).square().mean()
 
-    params = [p for m in modules for p in m.train().parameters()]
+    params = [p for m in (pipe.transformer, pipe.text_encoder, pipe.text_encoder_2)
+              for p in m.train().parameters()]
     minimise(loss, params, steps, 1e-3 if wrong else 2e-3, "base")
-    for m in modules:
-        m.eval()
 
 
 def degrade(images, gen):
     """Blur, noise, low contrast or a smeared patch, one kind and strength per picture."""
-    import torch.nn.functional as F
     b = len(images)
     a = torch.rand(b, 1, 1, 1, generator=gen) * 0.8 + 0.2
     kind = torch.randint(4, (b, 1, 1, 1), generator=gen)
@@ -421,8 +406,7 @@ def mutate(facts, rng):
     objects, text = [list(o) for o in facts["objects"]], facts["text"]
     while objects == facts["objects"] and text == facts["text"]:
         kind = rng.choice(["text", "text", "colour", "shape", "order", "count"])
-        k = rng.randrange(len(objects))
-        same = len({tuple(o) for o in objects}) == 1
+        k, same = rng.randrange(len(objects)), len({tuple(o) for o in objects}) == 1
         if kind == "text" and text:
             j = rng.randrange(3)
             text = text[:j] + rng.choice("AEIOU" if j == 1 else "BCDFGKLMNPRSTXZ") + text[j + 1:]
@@ -455,8 +439,7 @@ def build_clip(tokenizer, scenes, pictures, seed, width, layers, steps=1000, bat
         texts = [f["prompt"] for f in facts] + [mutate(f, rng)["prompt"] for f in facts]
         tokens = tokenizer(texts, padding="max_length", return_tensors="pt")
         logits = model(pixel_values=x * 2 - 1, **tokens).logits_per_image             # (B,2B)
-        entropy = torch.nn.functional.cross_entropy
-        return entropy(logits, own) + entropy(logits[:, :batch].T, own)
+        return F.cross_entropy(logits, own) + F.cross_entropy(logits[:, :batch].T, own)
 
     minimise(loss, model.train().parameters(), steps, 1e-3, f"contrastive {seed}")
     return model.eval()
@@ -475,19 +458,19 @@ def build_preference(model, tokenizer, scenes, pictures, steps=400, batch=24):
         bad = torch.cat([wrong, degrade(good[batch:], gen)])
         prompts = [f["prompt"] for f in facts]
         gap = cosine(model, tokenizer, good, prompts) - cosine(model, tokenizer, bad, prompts)
-        return -torch.nn.functional.logsigmoid(model.logit_scale.exp() * gap).mean()
+        return -F.logsigmoid(model.logit_scale.exp() * gap).mean()
 
     minimise(loss, model.train().parameters(), steps, 5e-4, "preference")
     return model.eval()
 
 
-def main():
+def main(argv=None):
     """Build every part, each from its own seed; a part that is already there is kept."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.error = lambda message: parser.exit(2, f"toy.py: {message}\n")
     parser.add_argument("--build", action="store_true", required=True, help="build what is missing")
     parser.add_argument("--out", type=Path, default=FOLDER, help="folder to build")
-    out, clock = parser.parse_args().out, time.time()
+    out, clock = parser.parse_args(argv).out, time.time()
     (HERE / "prompts").mkdir(exist_ok=True)
     for name, n, held, seed in (("toy-train", 512, False, 1), ("toy-heldout", 256, True, 2)):
         scenes = prompt_list(n, held, seed)
@@ -504,12 +487,11 @@ def main():
     tokenizer = CLIPTokenizer.from_pretrained(out / "tokenizer")
     if not (out / "clip").exists():
         model = build_clip(tokenizer, scenes, pictures, 11, width=96, layers=3)
-        other = build_preference(model, tokenizer, scenes, pictures)
-        other.half().save_pretrained(out / "preference")
+        preferred = build_preference(model, tokenizer, scenes, pictures)
+        preferred.half().save_pretrained(out / "preference")
         model.half().save_pretrained(out / "clip")
-    if not (out / "judge").exists():
-        model = build_clip(tokenizer, *dataset(12000, 2), 12, width=64, layers=4)
-        model.half().save_pretrained(out / "judge")
+        judge = build_clip(tokenizer, *dataset(12000, 2), 12, width=64, layers=4)
+        judge.half().save_pretrained(out / "judge")
     print(f"{out}: {sum(f.stat().st_size for f in out.rglob('*') if f.is_file()) / 2**20:.1f} MiB, "
           f"built in {(time.time() - clock) / 60:.0f} minutes")
 

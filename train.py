@@ -25,7 +25,7 @@ import warnings
 from pathlib import Path
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from tqdm import tqdm
 
@@ -64,12 +64,12 @@ FLAGS = [
     ("steps", int, 1, 1000, 10, 10, "denoising steps T"),
     ("eval-steps", int, 1, 1000, 10, 40, "denoising steps in evaluation"),
     ("eval-prompts", int, 2, 100000, 192, 256, "held-out prompts of an evaluation, one image each"),
-    ("eval-every", int, 0, 10**6, 10, 20, "epochs between evaluations, 0: never"),
+    ("eval-every", int, 0, 10**6, 5, 20, "epochs between evaluations, 0: never"),
     ("save-every", int, 1, 10**6, 10, 20, "epochs between checkpoints"),
-    ("epochs", int, 1, 10**6, 30, 300, "epochs, counted from the start of the run"),
+    ("epochs", int, 1, 10**6, 20, 300, "epochs, counted from the start of the run"),
     ("prompts-per-epoch", int, 1, 10**6, 16, 48, "prompts P of an epoch"),
     ("images-per-prompt", int, 2, 10**6, 12, 24, "images per prompt, the group of the advantage"),
-    ("micro-batch", int, 1, 10**6, 12, 8, "images in one forward pass"),
+    ("micro-batch", int, 1, 10**6, 24, 8, "images in one forward pass"),
     ("updates", int, 1, 10**6, 4, 2, "optimiser steps per epoch"),
     ("levels", int, 1, 1000, 2, 10, "noise levels trained per image and epoch, at most --steps"),
     ("lr", float, 0, 1, 1e-3, 3e-4, "learning rate of AdamW"),
@@ -99,8 +99,8 @@ def load_curve(args, names, sigmas):
         known = (file.metadata() or {}).get("rewards", "").split(",")
         gain, levels = file.get_tensor("gain").double(), file.get_tensor("sigmas").float()
     if levels.shape != sigmas.shape or not torch.allclose(levels, sigmas, atol=1e-4):
-        raise ValueError(f"{path}: estimated at {len(levels) - 1} steps with sigmas {levels[:3]}..., "
-                         f"this run has {len(sigmas) - 1} steps with {sigmas[:3]}...")
+        raise ValueError(f"{path}: estimated at {len(levels) - 1} steps, sigmas {levels.tolist()}; "
+                         f"this run has {len(sigmas) - 1} steps, sigmas {sigmas.tolist()}")
     if not set(known) & set(names):
         raise ValueError(f"{path}: has rewards {known}, none of {names}")
     flat = torch.full_like(gain[0], torch.nan)
@@ -241,17 +241,18 @@ def main(argv=None):
         gain = torch.full((len(rewards), T), torch.nan)                   # (m,T), NaN: no curve
         if args.weights != "static":
             gain = load_curve(args, list(rewards), sigmas)
-        W = (row_weights(gain, args.lam, args.tau) if args.weights == "row"    # (m,T)
-             else sinkhorn(gain, args.lam, args.tau)[0])                       # NaN rows: static_weights
-    except (ValueError, OSError) as error:
+        W = (row_weights(gain, args.lam, args.tau) if args.weights == "row"
+             else sinkhorn(gain, args.lam, args.tau)[0])                  # (m,T); static: all NaN
+    except (ValueError, OSError, SafetensorError) as error:
         fail(error)
     net, names, m = pipe.transformer, list(rewards), len(rewards)
     P = min(args.prompts_per_epoch, len(prompts))
     B = P * args.images_per_prompt
     parts = chunks(B, args.micro_batch)
     say(f"{args.weights} weights, budgets {args.lam}; W in 1/(mT), from noise to data:")
-    for name, row in zip(names, W * m * T, strict=True):
-        say(f"{name:>16} " + " ".join(f"{w:5.2f}" for w in row))
+    for i, name in enumerate(names):
+        flat = " (no curve: flat)" * bool(gain[i].isnan().all() and args.weights != "static")
+        say(f"{name:>16} " + " ".join(f"{w:5.2f}" for w in W[i] * m * T) + flat)
     say(f"an epoch: {P} prompts x {args.images_per_prompt} images = {B}, in {len(parts)} chunks "
         f"over {world} processes; {args.updates} updates x about {B // args.updates} images x "
         f"{args.levels} levels")
@@ -279,8 +280,8 @@ def main(argv=None):
     elif rank == 0:
         out.mkdir(parents=True, exist_ok=True)
         (out / "args.json").write_text(json.dumps(vars(args) | {"names": names}, indent=1))
-        save_file({"W": W, "gain": gain, "sigmas": sigmas, "lam": torch.tensor(args.lam)}, out / "W.safetensors",
-                  {"rewards": ",".join(names)})
+        save_file({"W": W, "gain": gain, "sigmas": sigmas, "lam": torch.tensor(args.lam)},
+                  out / "W.safetensors", {"rewards": ",".join(names)})
 
     for epoch in range(start, args.epochs):
         line, clock = {"epoch": epoch, "step": step}, time.time()
