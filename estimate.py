@@ -5,7 +5,7 @@ Paper: ReCAST (arXiv 2609.13425), section 3.3, appendix B.1; the statistics are 
     clean K times, score, mu_hat = mean over K; (3) log-moment, difference: gain (m, T)
 
     python estimate.py                                    # the shipped curve of the miniature
-    torchrun --nproc_per_node=2 estimate.py --proposal self --estimator pair
+    torchrun --nproc_per_node=2 estimate.py --proposal self --estimator pair --out own.safetensors
     python sinkhorn.py curves/toy-ocr.safetensors --lam 1,1,1,1
 
 R (m, T+1, P, N, K) rewards: m rewards, T steps, P prompts, N states per prompt, K rollouts each.
@@ -30,18 +30,18 @@ from tqdm import tqdm
 from evaluate import (
     HERE,
     SETTINGS,
+    choose_model,
     chunks,
     decode,
-    default_model,
     encode_prompts,
     generator,
     latent_shape,
     load_pipeline,
     load_prompts,
-    model_key,
     noise_levels,
     normal,
     processes,
+    split,
     summed,
     velocity,
 )
@@ -125,9 +125,10 @@ def parse(argv):
     add("--lora", help="LoRA folder of train.py: curves of a trained policy")
     add("--rewards", help="comma list of built-in names and file.py:function")
     add("--prompts", help="prompt list, .txt or .jsonl")
-    add("--proposal", default="toy.py:render",
-        help="pi+: file.py:function(prompts, metadata, seed) -> images, a folder, or self")
-    add("--estimator", default="positive", choices=["positive", "self", "pair"])
+    add("--proposal", help="pi+: file.py:function(prompts, metadata, seed) -> images, a folder, or "
+        "self (default: the model's, toy.py:render for the miniature)")
+    add("--estimator", default="positive", choices=["positive", "self", "pair"],
+        help="states of a proposal, or of the policy: plug-in, unbiased pair")
     add("--pool", default="all", choices=["all", "prompt"], help="one log, or one per prompt")
     add("--alpha", type=float, default=2.0, help="Renyi order, > 0 and not 1")
     add("--P", type=int, default=64, help="prompts, at least 1")
@@ -145,24 +146,25 @@ def parse(argv):
     for name in ("P", "N", "K", "steps", "micro_batch"):
         if not 1 <= getattr(args, name) <= 10**6:
             parser.error(f"--{name.replace('_', '-')} {getattr(args, name)}: expected at least 1")
-    if (args.proposal == "self") == (args.estimator == "positive"):
-        parser.error(f"--estimator {args.estimator} --proposal {args.proposal}: self and pair need "
-                     "--proposal self, positive any other")
     if not 0 < args.alpha < 100 or args.alpha == 1 or args.estimator == "pair" and args.alpha != 2:
         parser.error(f"--alpha {args.alpha}: expected above 0, below 100, not 1; 2 for pair")
     if args.N < 16 and args.pool == "prompt" or args.N < 2 and args.estimator == "pair":
         parser.error(f"--N {args.N}: expected at least 16 for --pool prompt, 2 for pair")
     if args.lora and not Path(args.lora).is_dir():
         parser.error(f"--lora {args.lora}: expected a checkpoint folder of train.py")
-    args.model, why = (args.model, "named") if args.model else default_model()
-    args.why = f"model {args.model} ({why}; choose another with --model)"
-    small = model_key(args.model) == "toy"
-    rewards, _, stem = SETTINGS[model_key(args.model)][args.setting]
+    key, args.why = choose_model(args, parser.error)
+    if args.seed < 0 or not 0 <= args.text_tokens <= 512:
+        parser.error(f"--seed {args.seed}, --text-tokens {args.text_tokens}: expected >= 0, <= 512")
+    if (args.proposal == "self") == (args.estimator == "positive"):
+        parser.error(f"--estimator {args.estimator} --proposal {args.proposal}: self and pair need "
+                     "--proposal self, positive any other")
+    own = [k for k in ("rewards", "prompts", "lora", "estimator", "pool", "alpha", "steps",
+                       "monotone") if getattr(args, k) != parser.get_default(k)]
+    if own and not args.out:
+        parser.error(f"--out: needed with --{own[0]}, so that no other curve is overwritten")
+    rewards, _, stem = SETTINGS[key][args.setting]
     args.rewards = args.rewards or rewards
     args.prompts = args.prompts or str(HERE / f"prompts/{stem}-train.jsonl")
-    args.size = args.size or (64 if small else 512)
-    args.text_tokens = args.text_tokens if args.text_tokens is not None else 0 if small else 256
-    args.dtype = args.dtype or ("float32" if small else "bfloat16")
     args.out = Path(args.out or HERE / f"curves/{Path(args.model).name}-{args.setting}.safetensors")
     if args.out.suffix != ".safetensors":
         parser.error(f"--out {args.out}: expected a .safetensors file")
@@ -177,11 +179,12 @@ def main(argv=None):
     say = print if rank == 0 else lambda *a, **k: None
     say(args.why)
     try:
-        rewards = load_rewards(args.rewards.split(","), device)
+        rewards = load_rewards(split(args.rewards), device)
         prompts, metadata = load_prompts(args.prompts)
         pick = torch.randperm(len(prompts), generator=generator(args.seed, "prompts"))[:args.P]
         prompts, metadata = [prompts[k] for k in pick], [metadata[k] for k in pick]
-        pipe = load_pipeline(args.model, getattr(torch, args.dtype), device)
+        pipe = load_pipeline(args.model, getattr(torch, args.dtype), device, args.offline)
+        shape = latent_shape(pipe, args.size)                             # (C,h,w)
         sigmas = noise_levels(pipe, args.steps)                           # (T+1,)
         if args.lora:
             pipe.load_lora_weights(args.lora)
@@ -194,6 +197,8 @@ def main(argv=None):
         elif args.proposal != "self":
             images = load_function(args.proposal)(
                 [prompts[k] for k in owner], [metadata[k] for k in owner], args.seed)
+    except KeyError as error:
+        fail(f"--proposal {args.proposal}: needs {error} in the lines of {args.prompts}")
     except (ValueError, OSError) as error:
         fail(error)
     calls = P * N * (K * T * (T + 1) // 2 + (T if images is None else 0))
@@ -202,7 +207,7 @@ def main(argv=None):
 
     # ------------------------------------------------------------ NOISE, ROLL OUT, SCORE
     R = torch.zeros(m, T + 1, P * N, K, dtype=torch.float64)
-    shape, made = latent_shape(pipe, args.size), 0
+    made = 0                                                              # velocity calls
     for index in tqdm(chunks(P * N, args.micro_batch)[rank::world], "states",
                       disable=rank > 0 or None):
         own = owner[index]                                                # (b,)
@@ -233,17 +238,23 @@ def main(argv=None):
 
     # ------------------------------------------------------------ CURVE
     if rank == 0:
-        D = renyi_divergence(R, args.alpha, args.estimator, args.pool)    # (m,T+1)
-        D = monotone(D) if args.monotone else D
-        gain = D.diff(dim=-1)                                             # (m,T)
-        stderr_D, stderr = bootstrap_stderr(R, args.alpha, args.estimator, args.pool)
         about = {k: str(v) for k, v in vars(args).items() if k not in ("out", "why", "rewards")}
         about |= {"rewards": ",".join(rewards), "P": str(P), "sampler": "ancestral",
-                  "guidance": "1.0", "spec": args.rewards}
+                  "guidance": "1.0", "spec": args.rewards, "prompts": Path(args.prompts).name}
         args.out.parent.mkdir(parents=True, exist_ok=True)
-        part = args.out.with_suffix(".part")
-        save_file({"gain": gain, "stderr": stderr, "D": D, "stderr_D": stderr_D, "sigmas": sigmas,
-                   "R": R.float()}, part, about)
+        part, kept = args.out.with_suffix(".part"), {"R": R.float(), "sigmas": sigmas}
+        try:
+            D = renyi_divergence(R, args.alpha, args.estimator, args.pool)          # (m,T+1)
+            stderr_D, stderr = bootstrap_stderr(R, args.alpha, args.estimator, args.pool)
+        except ValueError as error:
+            save_file(kept, part, about)
+            words = str(error).split()
+            where = list(rewards)[int(words[2])] if words[:2] == ["reward", "row"] else ""
+            fail(f"{where} {error}; the rollouts are in {part}")
+        D = monotone(D) if args.monotone else D
+        gain = D.diff(dim=-1)                                                       # (m,T)
+        save_file({"gain": gain, "stderr": stderr, "D": D, "stderr_D": stderr_D, **kept}, part,
+                  about)
         os.replace(part, args.out)
         title = (f"{Path(args.model).name} {args.setting}, alpha {args.alpha:g}, {args.estimator}, "
                  f"{args.proposal}, P {P} N {N} K {K}, seed {args.seed}")

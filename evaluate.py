@@ -32,6 +32,10 @@ SETTINGS = {
     SD35: {
         "ocr": ("ocr,clipscore,hpsv2,pickscore", "aesthetic", "ocr"),
         "geneval": ("geneval,clipscore,hpsv2,pickscore", "aesthetic", "geneval")}}
+# What a model wants: image size, T5 tokens (SD3 without T5 still wants them, as zeros), dtype, pi+.
+MODELS = {"toy": {"size": 64, "text_tokens": 0, "dtype": "float32", "proposal": "toy.py:render"},
+          SD35: {"size": 512, "text_tokens": 256, "dtype": "bfloat16", "proposal": "self"}}
+
 
 # ------------------------------------------------------------ what the other programs share
 def generator(*key):
@@ -55,23 +59,31 @@ def default_model():
     return SD35, "CUDA and cached weights"
 
 
-def model_key(model):
-    """Row of the tables of defaults for a model: its folder's name, or SD3.5 for any other."""
-    return Path(model).name if Path(model).name in SETTINGS else SD35
+def choose_model(args, fail):
+    """Set args.model, args.offline and what the model wants; returns its key in the tables and the
+    first line to print. A folder or hub name that is no key counts as an SD3.5."""
+    name, why = (args.model, "named") if args.model else default_model()
+    args.offline, args.model = not args.model, name
+    if not any(p.is_dir() for p in (Path(name), HERE / name)) and "/" not in name:
+        fail(f"--model {name}: no such folder, and a hub name is OWNER/NAME")
+    key = Path(name).name if Path(name).name in MODELS else SD35
+    for k, value in MODELS[key].items():
+        if getattr(args, k, value) is None:
+            setattr(args, k, value)
+    return key, f"model {name} ({why}; choose another with --model)"
 
 
-def load_pipeline(model, dtype, device):
+def load_pipeline(model, dtype, device, offline=False):
     """StableDiffusion3Pipeline from a folder (also one beside this file) or a hub name, frozen.
 
-    The transformer gets dtype, text encoders too; the autoencoder stays float32."""
+    dtype is the transformer's and the text encoders'; the autoencoder is float32. offline: only
+    the local cache. ValueError: a folder that is not a pipeline's."""
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     import diffusers
     import transformers
     for library in (diffusers, transformers):
         library.utils.logging.disable_progress_bar()
     folder = next((p for p in (Path(model), HERE / model) if p.is_dir()), None)
-    if not folder and "/" not in str(model):
-        raise ValueError(f"--model {model}: no such folder, and a hub name is OWNER/NAME")
     parts = {}
     if folder:                                        # a null entry must be said again as None
         index = folder / "model_index.json"
@@ -79,7 +91,8 @@ def load_pipeline(model, dtype, device):
             raise ValueError(f"--model {model}: {index} is missing; give a diffusers SD3 folder")
         parts = {k: None for k, v in json.loads(index.read_text()).items() if v == [None, None]}
     pipe = diffusers.StableDiffusion3Pipeline.from_pretrained(
-        folder or model, dtype={"default": dtype, "vae": torch.float32}, **parts)
+        folder or model, dtype={"default": dtype, "vae": torch.float32}, use_safetensors=True,
+        local_files_only=offline, **parts)
     for part in pipe.components.values():
         if isinstance(part, torch.nn.Module):
             part.requires_grad_(False).eval().to(device)
@@ -94,7 +107,8 @@ def encode_prompts(pipe, prompts, tokens, batch=64):
     parts = [pipe.encode_prompt(unique[k:k + batch], None, None, max_sequence_length=tokens,
                                 do_classifier_free_guidance=False)[::2]
              for k in range(0, len(unique), batch)]
-    where = [unique.index(p) for p in prompts]
+    index = {p: k for k, p in enumerate(unique)}
+    where = [index[p] for p in prompts]
     return tuple(torch.cat([p[k].cpu() for p in parts])[where] for k in (0, 1))
 
 
@@ -138,8 +152,17 @@ def decode(pipe, latents):
     return (images / 2 + 0.5).clamp(0, 1).cpu()
 
 
+def split(text):
+    """The items of a comma list; none of an empty one."""
+    return [x for x in text.split(",") if x]
+
+
 def latent_shape(pipe, size):
-    """(C, h, w) of the latents of a size x size image."""
+    """(C, h, w) of the latents of a size x size image; ValueError for a size it cannot make."""
+    unit = pipe.vae_scale_factor * pipe.patch_size
+    most = unit * pipe.transformer.config.pos_embed_max_size
+    if size % unit or not 0 < size <= most:
+        raise ValueError(f"--size {size}: expected a multiple of {unit}, at most {most}")
     side = size // pipe.vae_scale_factor
     return pipe.transformer.config.in_channels, side, side
 
@@ -183,11 +206,15 @@ def chunks(n, size):
 
 def processes():
     """rank, world, device; joins the process group of torchrun once, if there is one."""
-    rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-    cuda = torch.cuda.is_available()
-    if world > 1 and not dist.is_initialized():
-        dist.init_process_group("nccl" if cuda else "gloo")
-    return rank, world, torch.device(f"cuda:{os.environ.get('LOCAL_RANK', 0)}" if cuda else "cpu")
+    rank, world, local, here = (int(os.environ.get(k, d)) for k, d in (
+        ("RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_RANK", 0), ("LOCAL_WORLD_SIZE", 1)))
+    gpus = torch.cuda.device_count()
+    device = torch.device(f"cuda:{local % gpus}" if gpus else "cpu")
+    if gpus:
+        torch.cuda.set_device(device)
+    if world > 1 and not dist.is_initialized():       # NCCL wants a device for each process
+        dist.init_process_group("nccl" if gpus >= here else "gloo")
+    return rank, world, device
 
 
 def summed(tensor, device):
@@ -211,8 +238,8 @@ def save_grid(path, images, columns=8):
     os.replace(f"{path}.part", path)
 
 
-def evaluate(pipe, name, held, sigmas, rewards, micro_batch, size, guidance=1.0):
-    """Scores (m, n) float64 of one image per prompt under one adapter, and all images (n,3,H,W).
+def evaluate(pipe, name, held, sigmas, rewards, micro_batch, size, guidance=1.0, keep=16):
+    """Scores (m, n) float64 of one image per prompt under one adapter; the first `keep` images.
 
     held: prompts, metadata, their embeddings, those of "". Noise depends on the prompt's index
     alone, so every policy and any number of processes sees the same; nothing is padded."""
@@ -220,20 +247,25 @@ def evaluate(pipe, name, held, sigmas, rewards, micro_batch, size, guidance=1.0)
     prompts, metadata, text, empty = held
     use(pipe.transformer, name)
     scores = torch.zeros(len(rewards), len(prompts), dtype=torch.float64)
-    everything = torch.zeros(len(prompts), 3, size, size)
+    kept = torch.zeros(min(keep, len(prompts)), 3, size, size)
     mine = chunks(len(prompts), micro_batch)[rank::world]
     for index in tqdm(mine, f"evaluate {name or 'base'}", leave=False, disable=rank > 0 or None):
         noise = normal(latent_shape(pipe, size), "evaluate", index=index).to(device)
         words = tuple(e[index] for e in text)
         images = decode(pipe, sample(pipe, words, sigmas, noise, guidance, empty))
-        everything[index] = images
+        shown = [i for i in index if i < len(kept)]
+        kept[shown] = images[:len(shown)]
         scores[:, index] = score(rewards, images, [prompts[i] for i in index],
                                  [metadata[i] for i in index])
-    return summed(scores, device), summed(everything, device)
+    return summed(scores, device), summed(kept, device)
 
 
 def paired(before, after):
-    """Mean of before, of after, of the difference, and the standard error of that, over (n,)."""
+    """Mean of before, of after, of the difference, and the standard error of that, over (n,).
+
+    A pair with a score that is not finite is left out."""
+    both = before.isfinite() & after.isfinite()
+    before, after = before[both], after[both]
     gap = after - before
     return [x.item() for x in (before.mean(), after.mean(), gap.mean(),
                                gap.std() / len(gap) ** 0.5)]
@@ -252,6 +284,11 @@ def table(before, after, names, judges):
     return lines
 
 
+def kind_of(args):
+    """What runs of different seeds have in common: kind of weights and budgets."""
+    return f"{args['weights']} {','.join(f'{x:g}' for x in args['lam'])}"
+
+
 def plot_runs(path, runs):
     """PNG: held-out sum of rewards over epochs, one line per kind of weights, mean and range."""
     from matplotlib.figure import Figure
@@ -259,7 +296,7 @@ def plot_runs(path, runs):
     for run, args in runs.items():
         lines = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
         shown = {x["epoch"]: sum(x["eval"]) for x in lines if "eval" in x}
-        curves.setdefault(args["weights"], []).append(shown)
+        curves.setdefault(kind_of(args), []).append(shown)
     axes = Figure(figsize=(6, 4), layout="constrained").add_subplot()
     for kind, seeds in curves.items():
         epochs = sorted(set.intersection(*map(set, seeds)))
@@ -290,12 +327,15 @@ def main(argv=None):
             raise ValueError("runs: expected every run once")
         runs = {run: json.loads((run / "args.json").read_text()) for run in args.runs}
         first = runs[args.runs[0]]
-        for key in ("model", "rewards", "eval_list", "eval_steps", "guidance", "size"):
+        for key in ("model", "rewards", "eval_list", "eval_steps", "guidance", "size", "dtype",
+                    "text_tokens"):
             for run, own in runs.items():
                 if own[key] != first[key]:
                     raise ValueError(f"{run}: {key} {own[key]} differs from {args.runs[0]}'s")
-        names = load_rewards(first["rewards"].split(","), device)
-        judges = load_rewards((args.judges or first["judges"]).split(","), device)
+        names = load_rewards(split(first["rewards"]), device)
+        judges = load_rewards(split(first["judges"] if args.judges is None else args.judges),
+                              device)
+        judges = {k: f for k, f in judges.items() if k not in names}
         prompts, metadata = (x[:args.n] for x in load_prompts(first["eval_list"]))
         pipe = load_pipeline(first["model"], getattr(torch, first["dtype"]), device)
         for k, run in enumerate(runs):
@@ -309,20 +349,20 @@ def main(argv=None):
         adapter = None if name == "base" else f"run{list(runs).index(name)}"
         scores[str(name)], images = evaluate(
             pipe, adapter, (prompts, metadata, text, empty), sigmas, names | judges,
-            first["micro_batch"], first["size"], first["guidance"])
-        shown.append(images[:12])
+            first["micro_batch"], first["size"], first["guidance"], keep=12)
+        shown.append(images)
     if rank:
         return
     args.out.mkdir(parents=True, exist_ok=True)
     m, base, lines, groups = len(names), scores["base"], [], {}
     for run, own in runs.items():
-        lines += [f"## {run} ({own['weights']}, budgets {own['lam']}, seed {own['seed']})", ""]
+        lines += [f"## {run} ({kind_of(own)}, seed {own['seed']})", ""]
         lines += [*table(base, scores[str(run)], [*names, *judges], list(judges)), ""]
-        groups.setdefault(own["weights"], []).append(scores[str(run)].mean(1))
+        groups.setdefault(kind_of(own), []).append(scores[str(run)].nanmean(1))
     lines += ["## means over runs", "", "| weights | runs | sum of rewards | "
               + " | ".join([*names, *(f"{j} (judge)" for j in judges)]) + " |",
               "|---" * (3 + m + len(judges)) + "|"]
-    for kind, means in {"base": [base.mean(1)], **groups}.items():
+    for kind, means in {"base": [base.nanmean(1)], **groups}.items():
         mean = torch.stack(means)                                         # (runs, m + judges)
         total = mean[:, :m].sum(1)
         spread = f" +- {total.std() / len(total) ** 0.5:.3f}" if len(total) > 1 else ""

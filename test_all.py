@@ -12,11 +12,14 @@ import math
 import os
 import random
 import re
+import shutil
 import subprocess
 import sys
 import types
 import warnings
 from pathlib import Path
+
+os.environ["CUDA_VISIBLE_DEVICES"] = ""  # these tests are about the CPU, before torch looks
 
 import numpy as np
 import ot
@@ -1870,6 +1873,28 @@ def test_prompt_lists_are_disjoint_deterministic_and_both_formats_agree():
         assert not a & b, key
 
 
+def test_the_build_makes_every_part_from_nothing(tmp_path, monkeypatch):
+    def one_step(loss, params, steps, lr, name):
+        opt = torch.optim.SGD([p for p in params if p.requires_grad], lr)
+        loss().backward()
+        opt.step()
+
+    small = toy.dataset
+    monkeypatch.setattr(toy, "minimise", one_step)
+    monkeypatch.setattr(toy, "dataset", lambda n, seed: small(64, seed))
+    launch("toy.py", "--build", "--out", tmp_path / "toy")
+    pipe = evaluate.load_pipeline(str(tmp_path / "toy"), torch.float32, "cpu")
+    assert pipe.scheduler.config.shift == toy.SHIFT
+    assert (tmp_path / "prompts/toy-train.jsonl").read_bytes() == (
+        HERE / "prompts/toy-train.jsonl").read_bytes()
+    shapes = [{k: v.shape for k, v in load_file(f / "toy" / name / "model.safetensors").items()}
+              for f in (tmp_path, HERE) for name in ("clip", "preference", "judge", "text_encoder")]
+    assert shapes[:4] == shapes[4:]
+    before = {f: f.stat().st_mtime_ns for f in (tmp_path / "toy").rglob("*") if f.is_file()}
+    launch("toy.py", "--build", "--out", tmp_path / "toy")                # what is there is kept
+    assert before == {f: f.stat().st_mtime_ns for f in before}
+
+
 # ------------------------------------------------------------------ evaluate.py: a policy's images
 
 
@@ -1930,7 +1955,7 @@ def test_the_base_is_imperfect_and_guidance_helps():
 
 
 def test_paired_difference_by_hand():
-    before, after = torch.tensor([1.0, 2.0, 3.0]), torch.tensor([2.0, 2.0, 5.0])
+    before, after = torch.tensor([1.0, 2.0, 3.0, 4.0]), torch.tensor([2.0, 2.0, 5.0, torch.nan])
     assert evaluate.paired(before, after) == pytest.approx([2.0, 3.0, 1.0, 1 / math.sqrt(3)])
 
 
@@ -2004,7 +2029,7 @@ def launch(script, *flags, processes=1):
             PROGRAMS[script].main(flags)
         return printed.getvalue()
     command = [sys.executable, "-m", "torch.distributed.run", f"--nproc_per_node={processes}",
-               f"--master_port={29500 + os.getpid() % 500}", str(HERE / script), *flags]
+               "--standalone", str(HERE / script), *flags]
     done = subprocess.run(command, capture_output=True, text=True, timeout=600,
                           env=os.environ | {"OMP_NUM_THREADS": "1"})
     assert done.returncode == 0, done.stdout + done.stderr
@@ -2068,7 +2093,8 @@ def weights(run, epoch=2):
 
 
 def rewards_of(run):
-    return [json.loads(line)["reward"] for line in (run / "metrics.jsonl").read_text().splitlines()]
+    lines = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
+    return [line["reward"] for line in lines if "reward" in line]
 
 
 def test_any_number_of_processes_trains_the_same_weights(run, curve, tmp_path):
@@ -2129,6 +2155,34 @@ def test_the_kl_term_and_the_weights_reach_the_update(run, curve, tmp_path):
         assert not all(same), name
 
 
+def test_a_resumed_run_must_be_the_same_run(run, curve, capsys):
+    for change in (("--lora-alpha", 8), ("--lam", "1,1,1,1"), ("--seed", 5)):
+        with pytest.raises(SystemExit):
+            launch("train.py", *TRAIN, "--curve", curve[0], "--out", run[0], "--resume", *change)
+        assert f"{change[0]} " in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        launch("train.py", *TRAIN, "--curve", curve[0], "--out", run[0])
+    assert "a run is there" in capsys.readouterr().err
+
+
+def test_a_run_killed_between_checkpoints_does_its_epochs_once(run, curve, tmp_path):
+    out = tmp_path / "killed"
+    launch("train.py", *TRAIN, "--curve", curve[0], "--out", out, "--epochs", 1)
+    shutil.copytree(out / "checkpoint-00001", out / "checkpoint-00002")   # renamed, `latest` not
+    with (out / "metrics.jsonl").open("a") as file:
+        file.write('{"epoch": 1, "eval": [0, 0, 0, 0]}\n')                 # an epoch it lost
+    launch("train.py", *TRAIN, "--curve", curve[0], "--out", out, "--resume")
+    epochs = [json.loads(x)["epoch"] for x in (out / "metrics.jsonl").read_text().splitlines()]
+    assert epochs == [0, 1, 2] and rewards_of(out)[:2] == rewards_of(run[0])[:2]
+    assert all(torch.equal(v, weights(out)[k]) for k, v in weights(run[0]).items())
+
+
+def test_a_reward_that_is_also_a_judge_counts_once(curve, tmp_path):
+    flags = (*TRAIN, "--curve", curve[0], "--epochs", 1, "--judges", "toy.py:ocr,toy.py:strict")
+    printed = launch("train.py", *flags, "--out", tmp_path / "run")
+    assert printed.count("| toy.ocr |") == 1 and "| strict (judge) |" in printed
+
+
 def test_a_run_folder_holds_what_the_readme_says(run):
     out, printed = run
     names = {f.name for f in out.iterdir()}
@@ -2181,12 +2235,18 @@ BAD = [
     ("train.py", "--std none", "--std"), ("train.py", "--rewards beauty", "beauty"),
     ("train.py", "--rewards none.py:f", "none.py"), ("train.py", "--judges beauty", "beauty"),
     ("train.py", "--prompts none.txt", "none.txt"), ("train.py", "--curve none.st", "none.st"),
-    ("train.py", "--steps 12", "12 steps"), ("train.py", "--model none", "none"),
-    ("train.py", "--resume", "no checkpoint"), ("train.py", "--size 65", "--size 65"),
+    ("train.py", "--steps 12", "not 12 with"), ("train.py", "--model none", "none"),
+    ("train.py", "--resume", "no checkpoint"), ("train.py", "--updates 9", "--updates 9"),
+    ("train.py", "--prompts {here}/prompts/toy-train.txt", "cannot score"),
+    ("train.py", "--size 128", "--size 128"), ("train.py", "--eval-list none.txt", "none.txt"),
+    ("estimate.py", "--alpha 4", "--out"), ("estimate.py", "--size 60", "--size 60"),
+    ("train.py", "--size 65", "--size 65"),
     ("estimate.py", "--alpha 1", "alpha"), ("estimate.py", "--alpha -2", "alpha"),
-    ("estimate.py", "--P 0", "--P 0"), ("estimate.py", "--proposal self", "self"),
+    ("estimate.py", "--P 0", "--P 0"), ("estimate.py", "--K 0", "--K 0"),
+    ("estimate.py", "--proposal self --out a.safetensors", "self"),
     ("estimate.py", "--proposal none.py:f", "none.py"), ("estimate.py", "--out a.png", "a.png"),
-    ("estimate.py", "--pool prompt --N 4", "16"), ("estimate.py", "--prompts none.txt", "none.txt"),
+    ("estimate.py", "--pool prompt --N 4", "16"),
+    ("estimate.py", "--prompts none.txt --out a.safetensors", "none.txt"),
     ("estimate.py", "--estimator pair", "pair"), ("estimate.py", "--lora none", "none"),
     ("estimate.py", "--estimator pair --proposal self --alpha 4", "alpha"),
     ("evaluate.py", "none", "none"), ("evaluate.py", "a a", "once"),
@@ -2200,7 +2260,7 @@ BAD = [
 def test_a_bad_invocation_is_one_line_with_its_culprit_and_writes_nothing(
         script, flags, culprit, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "argv", [script, *flags.split()])
+    monkeypatch.setattr(sys, "argv", [script, *flags.format(here=HERE).split()])
     with pytest.raises(SystemExit) as stopped:
         PROGRAMS[script].main()
     error = capsys.readouterr().err.strip()

@@ -10,7 +10,6 @@ small, that the other programs load like any other: nothing outside this file kn
                each f(images (B,3,64,64) in [0,1], prompts, metadata) -> (B,) float in [0,1]
     render     the perfect picture of a prompt: the proposal pi+ of the gain estimate
 The base is imperfect on purpose (`build_base`): letters half right, facts mixed up. Work for RL.
-
     python toy.py --build           # what is missing of toy/ and prompts/, seeded
 """
 
@@ -364,10 +363,10 @@ def text_config(tokenizer):
                 pad_token_id=eos)
 
 
-def build_base(pipe, scenes, pictures, gen, steps, wrong, batch=64):
+def build_base(pipe, scenes, pictures, stage, steps, wrong, batch=64):
     """Flow matching on the world, text encoders jointly. A share `wrong` of the captions has one
     fact wrong, as captions on the web do: the base then draws what it was told only sometimes."""
-    vae, rng = pipe.vae.config, random.Random(steps)
+    vae, rng, gen = pipe.vae.config, random.Random(stage), torch.Generator().manual_seed(stage)
     x0s = (encode(pipe.vae, pictures) - vae.shift_factor) * vae.scaling_factor
 
     def loss():
@@ -465,33 +464,34 @@ def build_preference(model, tokenizer, scenes, pictures, steps=400, batch=24):
 
 
 def main(argv=None):
-    """Build every part, each from its own seed; a part that is already there is kept."""
+    """Build every part from its own seed, and prompts/ beside it; a part that is there is kept."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.error = lambda message: parser.exit(2, f"toy.py: {message}\n")
     parser.add_argument("--build", action="store_true", required=True, help="build what is missing")
     parser.add_argument("--out", type=Path, default=FOLDER, help="folder to build")
     out, clock = parser.parse_args(argv).out, time.time()
-    (HERE / "prompts").mkdir(exist_ok=True)
+    lists = out.parent / "prompts"
+    lists.mkdir(parents=True, exist_ok=True)
     for name, n, held, seed in (("toy-train", 512, False, 1), ("toy-heldout", 256, True, 2)):
         scenes = prompt_list(n, held, seed)
         for suffix, line in ((".jsonl", json.dumps), (".txt", lambda f: f["prompt"])):
-            (HERE / "prompts" / (name + suffix)).write_text("".join(f"{line(f)}\n" for f in scenes))
+            (lists / (name + suffix)).write_text("".join(f"{line(f)}\n" for f in scenes))
     scenes, pictures = dataset(12000, 1)
     if not (out / "model_index.json").exists():
         torch.manual_seed(0)
         pipe = build_pipeline(build_vae(pictures, torch.Generator().manual_seed(0)))
-        for k, (steps, wrong) in enumerate(((600, 0), (600, 0), (300, 0.5))):
-            build_base(pipe, scenes, pictures, torch.Generator().manual_seed(k), steps, wrong)
+        for stage, (steps, wrong) in enumerate(((600, 0), (600, 0), (300, 0.5))):
+            build_base(pipe, scenes, pictures, stage, steps, wrong)
         pipe.to(torch.float16).save_pretrained(out)
     from transformers import CLIPTokenizer
     tokenizer = CLIPTokenizer.from_pretrained(out / "tokenizer")
     if not (out / "clip").exists():
+        judge = build_clip(tokenizer, *dataset(12000, 2), 12, width=64, layers=4)
+        judge.half().save_pretrained(out / "judge")
         model = build_clip(tokenizer, scenes, pictures, 11, width=96, layers=3)
         preferred = build_preference(model, tokenizer, scenes, pictures)
         preferred.half().save_pretrained(out / "preference")
         model.half().save_pretrained(out / "clip")
-        judge = build_clip(tokenizer, *dataset(12000, 2), 12, width=64, layers=4)
-        judge.half().save_pretrained(out / "judge")
     print(f"{out}: {sum(f.stat().st_size for f in out.rglob('*') if f.is_file()) / 2**20:.1f} MiB, "
           f"built in {(time.time() - clock) / 60:.0f} minutes")
 

@@ -11,8 +11,8 @@ B images of an epoch, P prompts, T steps; sigmas (T+1,) noise levels, index 0 th
 Three LoRA adapters, all float32: `default` is trained, `old` samples, `ema` is evaluated and saved.
 Differences from DiffusionNFT's public loop
  1. Each reward has its own advantage and r_i; W mixes them at the step that is trained.
- 2. The loss is not multiplied by the advantage clip (5 there), so kl_weight here has 1/5 of the
-    effect it would have there at the same value, and max_grad_norm clips 5 times later.
+ 2. The loss is not multiplied by the advantage clip (5 there), so the same kl_weight is worth five
+    times more here, and the same max_grad_norm clips five times later.
  3. Images are drawn in fixed chunks by global index and gradients summed in float64, so the number
     of processes changes nothing but speed.
 """
@@ -20,6 +20,7 @@ Differences from DiffusionNFT's public loop
 import argparse
 import json
 import os
+import shutil
 import time
 import warnings
 from pathlib import Path
@@ -31,22 +32,24 @@ from tqdm import tqdm
 
 from evaluate import (
     HERE,
+    MODELS,
+    SD35,
     SETTINGS,
+    choose_model,
     chunks,
     decode,
-    default_model,
     encode_prompts,
     evaluate,
     generator,
     latent_shape,
     load_pipeline,
     load_prompts,
-    model_key,
     noise_levels,
     normal,
     processes,
     sample,
     save_grid,
+    split,
     summed,
     table,
     use,
@@ -72,17 +75,18 @@ FLAGS = [
     ("micro-batch", int, 1, 10**6, 24, 8, "images in one forward pass"),
     ("updates", int, 1, 10**6, 4, 2, "optimiser steps per epoch"),
     ("levels", int, 1, 1000, 2, 10, "noise levels trained per image and epoch, at most --steps"),
-    ("lr", float, 0, 1, 1e-3, 3e-4, "learning rate of AdamW"),
+    ("lr", float, 1e-9, 1, 1e-3, 3e-4, "learning rate of AdamW"),
     ("lora-rank", int, 1, 1024, 16, 32, "LoRA rank"),
-    ("lora-alpha", float, 0, 4096, 32, 64, "LoRA alpha; the adapter is scaled by alpha / rank"),
-    ("beta", float, 0, 10, 1.0, 1.0, "width of the NFT interpolation, not the KL weight"),
-    ("adv-clip", float, 0, 1e9, 2.0, 5.0, "advantages are clipped here; r is 0 or 1 beyond"),
-    ("kl-weight", float, -1e-9, 1e9, 1e-4, 1e-4, "weight of |v - v_base|^2, mean per element"),
-    ("max-grad-norm", float, 0, 1e9, 1.0, 1.0, "gradient clipping"),
+    ("lora-alpha", float, 1e-3, 4096, 32, 64, "LoRA alpha; the adapter is scaled by alpha / rank"),
+    ("beta", float, 1e-3, 10, 1.0, 1.0, "width of the NFT interpolation, not the KL weight"),
+    ("adv-clip", float, 1e-3, 1e9, 2.0, 5.0, "advantages are clipped here; r is 0 or 1 beyond"),
+    ("kl-weight", float, 0, 1e9, 1e-4, 1e-4, "weight of |v - v_base|^2, mean per element"),
+    ("max-grad-norm", float, 1e-9, 1e9, 1.0, 1.0, "gradient clipping"),
     ("guidance", float, 0, 100, 1.0, 1.0, "guidance scale of sampling and evaluation, 1: off"),
-    ("size", int, 8, 4096, 64, 512, "height and width of the images in pixels"),
-    ("text-tokens", int, 0, 512, 0, 256, "T5 tokens; zeros where there is no third encoder"),
-    ("tau", float, 0, 1e9, 1.0, 1.0, "temperature of the Sinkhorn kernel"),
+    ("size", int, 8, 4096, MODELS["toy"]["size"], MODELS[SD35]["size"], "image side in pixels"),
+    ("text-tokens", int, 0, 512, MODELS["toy"]["text_tokens"], MODELS[SD35]["text_tokens"],
+     "T5 tokens; zeros where there is no third encoder"),
+    ("tau", float, 1e-3, 1e9, 1.0, 1.0, "temperature of the Sinkhorn kernel"),
     ("decay", int, 1, 2, 1, 1, "recipe of the old policy's decay, 1 or 2 (used with beta .1)"),
     ("seed", int, 0, 2**31, 0, 0, "seed"),
 ]
@@ -91,18 +95,18 @@ FLAGS = [
 def load_curve(args, names, sigmas):
     """gain (m, T) of --curve, rows in the order of names (NaN: not in it), for these sigmas."""
     path = args.curve
+    advice = (f"make one with `python estimate.py --model {args.model} --setting {args.setting} "
+              f"--steps {args.steps} --rewards {args.rewards} --out FILE` or use --weights static")
     if not Path(path).is_file():
-        raise ValueError(
-            f"--curve {path}: not there; make it with `python estimate.py --model {args.model} "
-            f"--setting {args.setting} --steps {args.steps}` or train with --weights static")
+        raise ValueError(f"--curve {path}: not there; {advice}")
     with safe_open(path, "pt") as file:
         known = (file.metadata() or {}).get("rewards", "").split(",")
         gain, levels = file.get_tensor("gain").double(), file.get_tensor("sigmas").float()
     if levels.shape != sigmas.shape or not torch.allclose(levels, sigmas, atol=1e-4):
-        raise ValueError(f"{path}: estimated at {len(levels) - 1} steps, sigmas {levels.tolist()}; "
-                         f"this run has {len(sigmas) - 1} steps, sigmas {sigmas.tolist()}")
-    if not set(known) & set(names):
-        raise ValueError(f"{path}: has rewards {known}, none of {names}")
+        raise ValueError(f"--curve {path}: for {len(levels) - 1} steps, sigmas {levels[1:3]}..., "
+                         f"not {len(sigmas) - 1} with {sigmas[1:3]}...; {advice}")
+    if gain.shape != (len(known), len(sigmas) - 1) or not set(known) & set(names):
+        raise ValueError(f"--curve {path}: has rewards {known}, none of {names}; {advice}")
     flat = torch.full_like(gain[0], torch.nan)
     return torch.stack([gain[known.index(n)] if n in known else flat for n in names])
 
@@ -110,6 +114,28 @@ def load_curve(args, names, sigmas):
 def adapter(net, name):
     """The LoRA tensors of one adapter, in the model's order."""
     return [p for n, p in net.named_parameters() if f".{name}." in n]
+
+
+def summary(scores):
+    """Mean and standard error of each row of scores (m, n), over what is finite, for the log."""
+    good = [row[row.isfinite()] for row in scores]
+    return {"eval": [x.mean().item() for x in good],
+            "eval_stderr": [x.std().item() / len(x) ** 0.5 for x in good]}
+
+
+def check_same(args, stored, fail):
+    """A resumed run goes on as it began, but for how long, how often and where."""
+    free = "epochs eval_every save_every out resume dry_run why curve judges".split()
+    for key, value in vars(args).items():
+        if key not in free and stored.get(key) != value:
+            fail(f"--{key.replace('_', '-')} {value}: the run began with {stored.get(key)}")
+
+
+@torch.no_grad()
+def blend(slow, fast, d):
+    """slow <- d slow + (1 - d) fast, tensor by tensor: the old policy and the average."""
+    for a, b in zip(slow, fast, strict=True):
+        a.lerp_(b, 1 - d)
 
 
 def save_checkpoint(out, epoch, step, net, opt):
@@ -129,6 +155,7 @@ def save_checkpoint(out, epoch, step, net, opt):
         state |= {f"adam.{k}.{key}": value for key, value in moments.items()}
     save_file({k: v.contiguous() for k, v in state.items()}, part / "state.safetensors")
     (part / "state.json").write_text(json.dumps({"epoch": epoch, "step": step}))
+    shutil.rmtree(final, ignore_errors=True)         # left by a run killed before it wrote `latest`
     os.replace(part, final)
     (out / "latest.part").write_text(final.name)
     os.replace(out / "latest.part", out / "latest")
@@ -177,8 +204,9 @@ def parse(argv):
     parser.error = lambda message: parser.exit(2, f"train.py: {str(message).splitlines()[0]}\n")
     add = parser.add_argument
     add("--lam", default="1,1,1,1", type=lambda text: [float(x) for x in text.split(",")],
-        help="budgets >= 0, one per reward, in the order of --rewards")
-    add("--setting", default="ocr", choices=["ocr", "geneval"], help="which rewards and prompts")
+        help="budgets >= 0, one per reward, in the order of --rewards (default 1,1,1,1)")
+    add("--setting", default="ocr", choices=["ocr", "geneval"],
+        help="which rewards, judges and prompts (default ocr)")
     add("--model", help="diffusers SD3 folder or hub name (default: SD3.5-Medium or toy)")
     add("--rewards", help="comma list of built-in names and file.py:function")
     add("--judges", help="held-out rewards, scored at the end only; same form")
@@ -186,30 +214,30 @@ def parse(argv):
     add("--eval-list", help="held-out prompts, .txt or .jsonl")
     add("--curve", help="gain curves of estimate.py (default: curves/MODEL-SETTING.safetensors)")
     add("--weights", default="recast", choices=["recast", "static", "row"],
-        help="W by Sinkhorn, lam/T, or the ablation without Sinkhorn")
-    add("--std", default="global", choices=["global", "group"], help="std of the advantage")
+        help="W by Sinkhorn (default), lam/T, or the ablation without Sinkhorn")
+    add("--std", default="global", choices=["global", "group"],
+        help="std of the advantage (default global)")
     add("--dtype", choices=["float32", "bfloat16"], help="dtype of the frozen transformer")
-    add("--out", default="runs/run", help="folder of the run")
+    add("--out", default="runs/run", help="folder of the run (default runs/run)")
     add("--resume", action="store_true", help="go on from the latest checkpoint of --out")
     add("--dry-run", action="store_true", help="print the plan and W, then stop")
     for name, kind, low, high, toy, sd35, text in FLAGS:
         add(f"--{name}", type=kind, help=f"{text}; {low} to {high} (toy {toy}, SD3.5 {sd35})")
     args = parser.parse_args(argv)
-    args.model, why = (args.model, "named") if args.model else default_model()
-    args.why = f"model {args.model} ({why}; choose another with --model)"
-    small = model_key(args.model) == "toy"
-    rewards, judges, stem = SETTINGS[model_key(args.model)][args.setting]
-    for name, _, low, high, toy, sd35, _ in FLAGS:
+    key, args.why = choose_model(args, parser.error)
+    rewards, judges, stem = SETTINGS[key][args.setting]
+    for name, _, low, high, *defaults, _ in FLAGS:
         dest = name.replace("-", "_")
         value = getattr(args, dest)
         if value is None:
-            setattr(args, dest, toy if small else sd35)
-        elif not low <= value <= high or (value == low and isinstance(low, float)):
+            setattr(args, dest, defaults[list(MODELS).index(key)])
+        elif not low <= value <= high:
             parser.error(f"--{name} {value}: expected {low} to {high}")
-    if args.levels > args.steps:
-        parser.error(f"--levels {args.levels}: expected at most --steps {args.steps}")
-    args.dtype = args.dtype or ("float32" if small else "bfloat16")
-    args.rewards, args.judges = args.rewards or rewards, args.judges or judges
+        elif name == "levels" and value > args.steps:
+            parser.error(f"--levels {value}: expected at most --steps {args.steps}")
+    args.levels = min(args.levels, args.steps)
+    args.rewards = rewards if args.rewards is None else args.rewards
+    args.judges = judges if args.judges is None else args.judges
     args.prompts = args.prompts or str(HERE / f"prompts/{stem}-train.jsonl")
     args.eval_list = args.eval_list or str(HERE / f"prompts/{stem}-heldout.jsonl")
     stem = f"{Path(args.model).name}-{args.setting}"
@@ -225,18 +253,26 @@ def main(argv=None):
     say = print if rank == 0 else lambda *a, **k: None
     say(args.why)
     out, T = Path(args.out), args.steps
-    if args.resume != (out / "latest").exists():
+    if args.resume != (out / "latest").exists() and not args.dry_run:
         fail(f"--out {out}: " + ("no checkpoint to --resume from" if args.resume else
                                  "a run is there; give --resume or another folder"))
+    if args.resume:
+        check_same(args, json.loads((out / "args.json").read_text()), fail)
     try:
-        rewards = load_rewards(args.rewards.split(","), device)
-        judges = load_rewards(args.judges.split(",") if args.judges else [], device)
+        rewards = load_rewards(split(args.rewards), device)
+        judges = load_rewards(split(args.judges), device)
+        judges = {k: f for k, f in judges.items() if k not in rewards}
         prompts, metadata = load_prompts(args.prompts)
         held = tuple(x[:args.eval_prompts] for x in load_prompts(args.eval_list))
-        pipe = load_pipeline(args.model, getattr(torch, args.dtype), device)
-        if args.size % (pipe.vae_scale_factor * pipe.patch_size):
-            raise ValueError(f"--size {args.size}: expected a multiple of "
-                             f"{pipe.vae_scale_factor * pipe.patch_size}")
+        pipe = load_pipeline(args.model, getattr(torch, args.dtype), device, args.offline)
+        shape = latent_shape(pipe, args.size)                             # (C,h,w)
+        grey = torch.full((1, 3, args.size, args.size), 0.5)
+        for name, f in (rewards | judges).items():                        # a first try, before work
+            for path, lists in ((args.prompts, (prompts, metadata)), (args.eval_list, held)):
+                try:
+                    score({name: f}, grey, *(x[:1] for x in lists))
+                except (KeyError, TypeError, ValueError) as error:
+                    raise ValueError(f"reward {name} cannot score {path}:1: {error!r}") from None
         sigmas = noise_levels(pipe, T)                                    # (T+1,)
         gain = torch.full((len(rewards), T), torch.nan)                   # (m,T), NaN: no curve
         if args.weights != "static":
@@ -249,6 +285,8 @@ def main(argv=None):
     P = min(args.prompts_per_epoch, len(prompts))
     B = P * args.images_per_prompt
     parts = chunks(B, args.micro_batch)
+    if args.updates > len(parts):
+        fail(f"--updates {args.updates}: expected at most {len(parts)}, the chunks of an epoch")
     say(f"{args.weights} weights, budgets {args.lam}; W in 1/(mT), from noise to data:")
     for i, name in enumerate(names):
         flat = " (no curve: flat)" * bool(gain[i].isnan().all() and args.weights != "static")
@@ -273,30 +311,33 @@ def main(argv=None):
     opt = torch.optim.AdamW(new, lr=args.lr, betas=(0.9, 0.999), weight_decay=1e-4)
     text, empty = (encode_prompts(pipe, x, args.text_tokens) for x in (prompts, [""]))
     held = (*held, encode_prompts(pipe, held[0], args.text_tokens), empty)
-    shape, eval_sigmas = latent_shape(pipe, args.size), noise_levels(pipe, args.eval_steps)
+    eval_sigmas = noise_levels(pipe, args.eval_steps)
     start = step = skipped = 0
     if args.resume:
         start, step = load_checkpoint(out / (out / "latest").read_text(), net, opt)
-    elif rank == 0:
+    if rank == 0:
         out.mkdir(parents=True, exist_ok=True)
         (out / "args.json").write_text(json.dumps(vars(args) | {"names": names}, indent=1))
         save_file({"W": W, "gain": gain, "sigmas": sigmas, "lam": torch.tensor(args.lam)},
                   out / "W.safetensors", {"rewards": ",".join(names)})
+        log = out / "metrics.jsonl"                  # a resumed run drops what it will do again
+        lines = log.read_text().splitlines() if start else []
+        log.write_text("".join(f"{x}\n" for x in lines if json.loads(x)["epoch"] < start))
 
     for epoch in range(start, args.epochs):
-        line, clock = {"epoch": epoch, "step": step}, time.time()
+        line = {"epoch": epoch, "step": step}
         # -------------------------------------------------------- EVALUATE, before training too
         if args.eval_every and epoch % args.eval_every == 0:
             scores, grid = evaluate(pipe, "ema", held, eval_sigmas, rewards, args.micro_batch,
                                     args.size, args.guidance)             # (m,n)
-            line |= {"eval": scores.mean(1).tolist(),
-                     "eval_stderr": (scores.std(1) / scores.shape[1] ** 0.5).tolist()}
+            line |= summary(scores)
             if rank == 0:
-                save_grid(out / f"grid-{epoch:05d}.png", grid[:16])
-            say(f"epoch {epoch:4d}  held out: sum {scores.mean(1).sum():.3f}  " + "  ".join(
+                save_grid(out / f"grid-{epoch:05d}.png", grid)
+            say(f"epoch {epoch:4d}  held out: sum {sum(line['eval']):.3f}  " + "  ".join(
                 f"{n} {v:.3f}" for n, v in zip(names, line["eval"], strict=True)))
 
         # -------------------------------------------------------- SAMPLE with the old policy, SCORE
+        clock = time.time()
         plan = torch.randperm(len(prompts), generator=generator(args.seed, "plan", epoch))[:P]
         of = plan[torch.arange(B) % P]                                    # (B,) prompt of an image
         raw = torch.zeros(m, B, dtype=torch.float64)
@@ -357,18 +398,22 @@ def main(argv=None):
             for p, g in zip(new, flat.split([p.numel() for p in new]), strict=True):
                 p.grad = g.view_as(p).to(p.dtype)
             opt.step()
-            with torch.no_grad():
-                torch._foreach_lerp_(ema, new, 0.1)          # ema <- .9 ema + .1 new
-        with torch.no_grad():                                # old <- d old + (1-d) new
-            torch._foreach_lerp_(old, new, 1 - old_policy_decay(step, args.decay))
+            blend(ema, new, 0.9)
+        blend(old, new, old_policy_decay(step, args.decay))
 
         # -------------------------------------------------------- LOG
         log = summed(log, device)
         loss, kl, moved = (log[:3] / (B * args.levels)).tolist()
-        dead = [sum(bool(row[of == k].std() == 0) for k in plan) for row in raw]
-        line |= {"reward": raw.nanmean(1).tolist(), "reward_std": raw.std(1).tolist(),
-                 "dead_groups": dead, "not_finite": int((~raw.isfinite()).sum()),
-                 "r_min": r.min().item(), "r_max": r.max().item(), "loss": loss, "kl": kl,
+        good = [row[row.isfinite()] for row in raw]
+        dead = [sum(bool(row[of == k].min() == row[of == k].max()) for k in plan) for row in raw]
+        for name, row in zip(names, good, strict=True):
+            if row.min() == row.max():
+                say(f"epoch {epoch}: reward {name} is {row[0]:.4g} for every image")
+        line |= {"reward": [x.mean().item() for x in good], "dead_groups": dead,
+                 "reward_std": [x.std().item() for x in good],
+                 "not_finite": int((~raw.isfinite()).sum()), "r_min": r.min().item(),
+                 "r_max": r.max().item(), "loss": loss, "kl": kl,
+                 "kl_share": args.kl_weight * kl / (args.kl_weight * kl + loss),
                  "moved": moved, "grad_norm": norm, "sample_seconds": round(sampled, 2),
                  "seconds": round(time.time() - clock, 2),
                  "loss_by_step": (log[3:3 + T] / log[3 + T:].clamp_min(1)).tolist()}
@@ -386,7 +431,9 @@ def main(argv=None):
     before, after = (evaluate(pipe, name, held, eval_sigmas, rewards | judges, args.micro_batch,
                               args.size, args.guidance) for name in (None, "ema"))
     if rank == 0:
-        save_grid(out / "base-and-trained.png", torch.cat([before[1][:16], after[1][:16]]), 16)
+        with (out / "metrics.jsonl").open("a") as file:
+            file.write(json.dumps({"epoch": args.epochs, **summary(after[0][:m])}) + "\n")
+        save_grid(out / "base-and-trained.png", torch.cat([before[1], after[1]]), 16)
         lines = table(before[0], after[0], [*names, *judges], list(judges))
         (out / "report.md").write_text("\n".join(lines) + "\n")
         say("\n".join(lines))
@@ -394,4 +441,5 @@ def main(argv=None):
 
 
 if __name__ == "__main__":
+    warnings.formatwarning = lambda message, *_: f"warning: {message}\n"
     main()
