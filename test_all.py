@@ -2306,10 +2306,31 @@ def test_files_stay_within_their_limits_and_nothing_is_unpickled():
     assert sum(map(len, lines.values())) < 2600
 
 
+def readme_code(word):
+    """The README's code block that contains `word`."""
+    blocks = re.findall(r"```python\n(.*?)```", (HERE / "README.md").read_text(), re.S)
+    return next(block for block in blocks if word in block)
+
+
+def test_the_readme_snippet_loads_the_trained_lora_with_diffusers_alone(run, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    code = readme_code("load_lora_weights").replace('"toy"', f'"{HERE / "toy"}"')
+    exec(code.replace("runs/run/checkpoint-00020", str(run[0] / "checkpoint-00002")), {})
+    assert Image.open("star.png").size == (64, 64)
+
+
+def test_the_readme_reward_runs_beside_a_built_in_one(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    Path("my_file.py").write_text(readme_code("def darkness"))
+    flags = "--rewards toy.py:ocr,my_file.py:darkness --lam 1,1 --weights static --dry-run"
+    train.main(flags.split())
+    assert "darkness  1.00" in capsys.readouterr().out
+
+
 def test_readme_commands_name_flags_that_exist():
     readme = (HERE / "README.md").read_text()
     for script in ("train", "estimate", "evaluate", "sinkhorn", "toy"):
         source = (HERE / f"{script}.py").read_text()
-        for command in re.findall(rf"{script}\.py([^\n`#|&]*)", readme):
+        for command in re.findall(rf"(?:python|per_node=2) {script}\.py([^\n`#|&]*)", readme):
             for flag in re.findall(r"--([a-zA-Z][\w-]*)", command):
                 assert f'"--{flag}"' in source or f'("{flag}"' in source, (script, flag)
