@@ -315,14 +315,14 @@ def main(argv=None):
                                      formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     parser.error = lambda error: parser.exit(2, f"evaluate.py: {str(error).splitlines()[0]}\n")
     parser.add_argument("runs", nargs="+", type=Path, help="run folders of train.py, one model")
-    parser.add_argument("--n", type=int, default=256, help="held-out prompts, at least 2")
+    parser.add_argument("--eval-prompts", type=int, default=256, help="held-out prompts, 2 or more")
     parser.add_argument("--judges", help="held-out rewards (default: those of the first run)")
     parser.add_argument("--out", type=Path, default=Path("runs/evaluation"), help="folder to write")
     args = parser.parse_args(argv)
     rank, world, device = processes()
     try:
-        if args.n < 2:
-            raise ValueError(f"--n {args.n}: expected at least 2")
+        if args.eval_prompts < 2:
+            raise ValueError(f"--eval-prompts {args.eval_prompts}: expected at least 2")
         if len(set(args.runs)) < len(args.runs):
             raise ValueError("runs: expected every run once")
         runs = {run: json.loads((run / "args.json").read_text()) for run in args.runs}
@@ -336,7 +336,7 @@ def main(argv=None):
         judges = load_rewards(split(first["judges"] if args.judges is None else args.judges),
                               device)
         judges = {k: f for k, f in judges.items() if k not in names}
-        prompts, metadata = (x[:args.n] for x in load_prompts(first["eval_list"]))
+        prompts, metadata = (x[:args.eval_prompts] for x in load_prompts(first["eval_list"]))
         pipe = load_pipeline(first["model"], getattr(torch, first["dtype"]), device)
         for k, run in enumerate(runs):
             folder = run / (run / "latest").read_text()

@@ -2198,7 +2198,7 @@ def test_a_run_folder_holds_what_the_readme_says(run):
 
 def test_evaluate_scores_base_and_runs_at_equal_noise(run, tmp_path):
     out = tmp_path / "evaluation"
-    launch("evaluate.py", run[0], "--n", 5, "--out", out)
+    launch("evaluate.py", run[0], "--eval-prompts", 5, "--out", out)
     results = json.loads((out / "results.json").read_text())
     trained = dict(re.findall(r"^\| (\S+) \| \S+ \| (\S+) \|", (run[0] / "report.md").read_text(),
                               re.M))
@@ -2250,7 +2250,7 @@ BAD = [
     ("estimate.py", "--estimator pair", "pair"), ("estimate.py", "--lora none", "none"),
     ("estimate.py", "--estimator pair --proposal self --alpha 4", "alpha"),
     ("evaluate.py", "none", "none"), ("evaluate.py", "a a", "once"),
-    ("evaluate.py", "none --n 1", "--n 1"),
+    ("evaluate.py", "none --eval-prompts 1", "--eval-prompts 1"),
     ("sinkhorn.py", "none.safetensors --lam 1,1,1,1", "none.safetensors"),
     ("toy.py", "", "--build"),
 ]
