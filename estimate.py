@@ -187,7 +187,7 @@ def main(argv=None):
         shape = latent_shape(pipe, args.size)                             # (C,h,w)
         sigmas = noise_levels(pipe, args.steps)                           # (T+1,)
         if args.lora:
-            pipe.load_lora_weights(args.lora)
+            pipe.transformer.load_lora_adapter(args.lora)
         text = encode_prompts(pipe, prompts, args.text_tokens)
         P, N, K, T, m = len(prompts), args.N, args.K, args.steps, len(rewards)
         owner = torch.arange(P).repeat_interleave(N)                      # (P*N,) prompt of a state

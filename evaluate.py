@@ -12,6 +12,7 @@ import argparse
 import hashlib
 import json
 import os
+import warnings
 from pathlib import Path
 
 import torch
@@ -79,6 +80,7 @@ def load_pipeline(model, dtype, device, offline=False):
     dtype is the transformer's and the text encoders'; the autoencoder is float32. offline: only
     the local cache. ValueError: a folder that is not a pipeline's."""
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    warnings.filterwarnings("ignore", "Already found a `peft_config`")    # adapters, on purpose
     import diffusers
     import transformers
     for library in (diffusers, transformers):
@@ -340,7 +342,7 @@ def main(argv=None):
         pipe = load_pipeline(first["model"], getattr(torch, first["dtype"]), device)
         for k, run in enumerate(runs):
             folder = run / (run / "latest").read_text()
-            pipe.load_lora_weights(folder, adapter_name=f"run{k}")
+            pipe.transformer.load_lora_adapter(folder, adapter_name=f"run{k}")
     except (ValueError, OSError, KeyError) as error:
         parser.error(error)
     text, empty = (encode_prompts(pipe, x, first["text_tokens"]) for x in (prompts, [""]))

@@ -298,7 +298,6 @@ def main(argv=None):
         return
 
     from peft import LoraConfig
-    warnings.filterwarnings("ignore", "Already found a `peft_config`")    # three on purpose
     for name in ("default", "old", "ema"):
         torch.manual_seed(args.seed)                                      # three equal adapters
         net.add_adapter(LoraConfig(r=args.lora_rank, lora_alpha=args.lora_alpha,
