@@ -214,6 +214,8 @@ def processes():
     device = torch.device(f"cuda:{local % gpus}" if gpus else "cpu")
     if gpus:
         torch.cuda.set_device(device)
+    else:
+        torch.set_num_threads(1)                      # another number would round differently
     if world > 1 and not dist.is_initialized():       # NCCL wants a device for each process
         dist.init_process_group("nccl" if gpus >= here else "gloo")
     return rank, world, device
