@@ -36,6 +36,7 @@ from evaluate import (
     encode_prompts,
     generator,
     latent_shape,
+    load_lora,
     load_pipeline,
     load_prompts,
     noise_levels,
@@ -99,12 +100,14 @@ def plot_curves(path, names, sigmas, gain, stderr, D, stderr_D, title):
     where, levels = torch.arange(len(sigmas)), [f"{s:.3f}" for s in sigmas.tolist()]
     for i, name in enumerate(names):
         mean = gain[i].mean()
-        y, e = gain[i] / mean, stderr[i] / mean.abs()
+        if mean <= 0:                                 # nothing to normalise by
+            continue
+        y, e = gain[i] / mean, stderr[i] / mean
         line, = top.plot(where[1:] - 0.5, y, "o-", ms=3, label=f"{name}: {D[i, -1]:.3f} nats")
         top.fill_between(where[1:] - 0.5, y - e, y + e, alpha=0.2, color=line.get_color())
-        bottom.plot(where, D[i] / D[i, -1], "o-", ms=3)
-        e = stderr_D[i] / D[i, -1].abs()
-        bottom.fill_between(where, D[i] / D[i, -1] - e, D[i] / D[i, -1] + e, alpha=0.2)
+        y, e = D[i] / D[i, -1], stderr_D[i] / D[i, -1]
+        bottom.plot(where, y, "o-", ms=3, color=line.get_color())
+        bottom.fill_between(where, y - e, y + e, alpha=0.2, color=line.get_color())
     top.axhline(1, color="grey", lw=0.5)
     top.set(ylabel="gain of a step / mean gain", title=title)
     top.legend(title="reward: total gain", fontsize=8)
@@ -187,7 +190,7 @@ def main(argv=None):
         shape = latent_shape(pipe, args.size)                             # (C,h,w)
         sigmas = noise_levels(pipe, args.steps)                           # (T+1,)
         if args.lora:
-            pipe.transformer.load_lora_adapter(args.lora)
+            load_lora(pipe, args.lora)
         text = encode_prompts(pipe, prompts, args.text_tokens)
         P, N, K, T, m = len(prompts), args.N, args.K, args.steps, len(rewards)
         owner = torch.arange(P).repeat_interleave(N)                      # (P*N,) prompt of a state
@@ -261,6 +264,10 @@ def main(argv=None):
         picture = args.out.with_suffix(".png")
         plot_curves(picture, list(rewards), sigmas, gain, stderr, D, stderr_D, title)
         for i, name in enumerate(rewards):
+            if D[i, -1] <= 2 * stderr_D[i, -1]:
+                say(f"{name:>16}  total {D[i, -1]:.4f} +- {stderr_D[i, -1]:.4f} nats: no usable "
+                    "curve, raise --P and --N")
+                continue
             spread, peak = (gain[i] - gain[i].mean()).norm() / stderr[i].norm(), gain[i].argmax()
             say(f"{name:>16}  total {D[i, -1]:.4f} +- {stderr_D[i, -1]:.4f} nats, most at sigma "
                 f"{sigmas[peak]:.2f}-{sigmas[peak + 1]:.2f}, profile / its error {spread:.1f}")

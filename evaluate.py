@@ -102,6 +102,13 @@ def load_pipeline(model, dtype, device, offline=False):
     return pipe
 
 
+def load_lora(pipe, folder, name="lora"):
+    """A checkpoint of train.py into the transformer, under an adapter name, from safetensors."""
+    pipe.transformer.load_lora_adapter(
+        folder, adapter_name=name, weight_name="pytorch_lora_weights.safetensors",
+        use_safetensors=True, local_files_only=True)
+
+
 @torch.no_grad()
 def encode_prompts(pipe, prompts, tokens, batch=64):
     """Text (n, L, d) and pooled (n, d) embeddings on the CPU; duplicates are encoded once."""
@@ -329,6 +336,9 @@ def main(argv=None):
             raise ValueError(f"--eval-prompts {args.eval_prompts}: expected at least 2")
         if len(set(args.runs)) < len(args.runs):
             raise ValueError("runs: expected every run once")
+        for run in args.runs:
+            if not (run / "latest").is_file():
+                raise ValueError(f"{run}: not a run folder of train.py with a checkpoint")
         runs = {run: json.loads((run / "args.json").read_text()) for run in args.runs}
         first = runs[args.runs[0]]
         for key in ("model", "rewards", "eval_list", "eval_steps", "guidance", "size", "dtype",
@@ -344,12 +354,14 @@ def main(argv=None):
         pipe = load_pipeline(first["model"], getattr(torch, first["dtype"]), device)
         for k, run in enumerate(runs):
             folder = run / (run / "latest").read_text()
-            pipe.transformer.load_lora_adapter(folder, adapter_name=f"run{k}")
+            load_lora(pipe, folder, f"run{k}")
     except (ValueError, OSError, KeyError) as error:
         parser.error(error)
     text, empty = (encode_prompts(pipe, x, first["text_tokens"]) for x in (prompts, [""]))
     sigmas, scores, shown = noise_levels(pipe, first["eval_steps"]), {}, []
     for name in ["base", *runs]:
+        if rank == 0:
+            print(f"evaluating {name} on {len(prompts)} prompts", flush=True)
         adapter = None if name == "base" else f"run{list(runs).index(name)}"
         scores[str(name)], images = evaluate(
             pipe, adapter, (prompts, metadata, text, empty), sigmas, names | judges,

@@ -2067,6 +2067,13 @@ def test_two_processes_estimate_exactly_what_one_does(curve, tmp_path):
     assert torch.equal(load_file(out)["R"], load_file(curve[0])["R"])
 
 
+def test_a_trained_policy_has_another_curve(run, curve, tmp_path):
+    out = tmp_path / "trained.safetensors"
+    flags = ("--proposal", "self", "--estimator", "self", "--out", out)
+    launch("estimate.py", *ESTIMATE, *flags, "--lora", run[0] / (run[0] / "latest").read_text())
+    assert not torch.equal(load_file(out)["R"], load_file(curve[0])["R"])
+
+
 def test_a_rendered_proposal_decides_everything_by_the_clean_end(tmp_path):
     out = tmp_path / "render.safetensors"
     launch("estimate.py", *ESTIMATE, "--out", out)

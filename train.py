@@ -272,7 +272,7 @@ def main(argv=None):
                 try:
                     score({name: f}, grey, *(x[:1] for x in lists))
                 except (KeyError, TypeError, ValueError) as error:
-                    raise ValueError(f"reward {name} cannot score {path}:1: {error!r}") from None
+                    raise ValueError(f"reward {name} cannot score {path}:1: {error}") from None
         sigmas = noise_levels(pipe, T)                                    # (T+1,)
         gain = torch.full((len(rewards), T), torch.nan)                   # (m,T), NaN: no curve
         if args.weights != "static":
@@ -289,7 +289,7 @@ def main(argv=None):
         fail(f"--updates {args.updates}: expected at most {len(parts)}, the chunks of an epoch")
     say(f"{args.weights} weights, budgets {args.lam}; W in 1/(mT), from noise to data:")
     for i, name in enumerate(names):
-        flat = " (no curve: flat)" * bool(gain[i].isnan().all() and args.weights != "static")
+        flat = " (no curve)" * bool(args.weights != "static" and not gain[i].sum() > 0)
         say(f"{name:>16} " + " ".join(f"{w:5.2f}" for w in W[i] * m * T) + flat)
     say(f"an epoch: {P} prompts x {args.images_per_prompt} images = {B}, in {len(parts)} chunks "
         f"over {world} processes; {args.updates} updates x about {B // args.updates} images x "
@@ -314,6 +314,7 @@ def main(argv=None):
     start = step = skipped = 0
     if args.resume:
         start, step = load_checkpoint(out / (out / "latest").read_text(), net, opt)
+        say(f"resuming {out} at epoch {start} of {args.epochs}")
     if rank == 0:
         out.mkdir(parents=True, exist_ok=True)
         (out / "args.json").write_text(json.dumps(vars(args) | {"names": names}, indent=1))
@@ -427,6 +428,7 @@ def main(argv=None):
                 save_checkpoint(out, epoch + 1, step, net, opt)
 
     # ------------------------------------------------------------ REPORT: base -> trained
+    say(f"final evaluation on {len(held[0])} held-out prompts, base and trained, with judges")
     before, after = (evaluate(pipe, name, held, eval_sigmas, rewards | judges, args.micro_batch,
                               args.size, args.guidance) for name in (None, "ema"))
     if rank == 0:
