@@ -155,14 +155,15 @@ def parse(argv):
         parser.error(f"--N {args.N}: expected at least 16 for --pool prompt, 2 for pair")
     if args.lora and not Path(args.lora).is_dir():
         parser.error(f"--lora {args.lora}: expected a checkpoint folder of train.py")
+    given = dict(vars(args))
     key, args.why = choose_model(args, parser.error)
     if args.seed < 0 or not 0 <= args.text_tokens <= 512:
         parser.error(f"--seed {args.seed}, --text-tokens {args.text_tokens}: expected >= 0, <= 512")
     if (args.proposal == "self") == (args.estimator == "positive"):
         parser.error(f"--estimator {args.estimator} --proposal {args.proposal}: self and pair need "
                      "--proposal self, positive any other")
-    own = [k for k in ("rewards", "prompts", "lora", "estimator", "pool", "alpha", "steps",
-                       "monotone") if getattr(args, k) != parser.get_default(k)]
+    own = [k for k, v in given.items() if v != parser.get_default(k)
+           and k not in ("out", "model", "setting", "micro_batch", "dtype")]
     if own and not args.out:
         parser.error(f"--out: needed with --{own[0]}, so that no other curve is overwritten")
     rewards, _, stem = SETTINGS[key][args.setting]
