@@ -229,7 +229,7 @@ def detail(images, prompts, metadata):
     """Fine detail in [0, 1]: share of pixels that lie in a flat area or on a sharp edge.
 
     The range of a 3 x 3 neighbourhood is near 0 inside a clean area and large on a clean edge;
-    ripples, smears and blur lie between. Late under the renderer, early under the policy: README."""
+    ripples, smears and blur lie between. When it is settled: see the README."""
     x = images.float()
     spread = (F.max_pool2d(x, 3, 1, 1) + F.max_pool2d(-x, 3, 1, 1)).amax(1)         # (B,64,64)
     return 1 - ((spread > 0.06) & (spread < 0.4)).float().mean((1, 2))
