@@ -19,45 +19,41 @@ import functools
 import json
 import math
 import random
-import time
 import zlib
 from collections import Counter
 from pathlib import Path
 
 import cv2
-import matplotlib
 import numpy as np
 import torch
 import torch.nn.functional as F
+from matplotlib import get_data_path
 from PIL import Image, ImageDraw, ImageFont
 from tqdm import tqdm
 
-HERE = Path(__file__).resolve().parent
-FOLDER = HERE / "toy"
-SIZE = 64                                            # pixels, both sides
+FOLDER = Path(__file__).resolve().parent / "toy"
+SIZE, ZOOM = 64, 4                                   # pixels a side; drawn 4 x larger, averaged
 COLOURS = {"red": (220, 40, 40), "green": (40, 160, 60), "blue": (50, 80, 220),
            "yellow": (240, 200, 40), "purple": (150, 60, 190), "orange": (245, 130, 30)}
 SHAPES = ["circle", "square", "triangle", "star"]
 BACKGROUNDS = [(250, 250, 250), (226, 236, 250), (250, 238, 220), (224, 226, 228)]
 INK = (30, 30, 30)
 LENGTH, SHIFT = 20, 1.0                             # tokens per caption; the scheduler's shift
-NUMBERS = {1: "a", 2: "two", 3: "three"}
+NUMBERS = {2: "two", 3: "three"}
 WORDS = [a + b + c for a in "BCDFGHJKLMNPRSTVWXZ" for b in "AEIOU" for c in "BCDFGKLMNPRSTXYZ"
          if a + b + c not in {"RED", "SEX", "FAG", "TIT", "CUM", "KUM", "NIG", "COC", "DIC"}]
 TEXT_TOP, CELL = 42, 13                              # text band and letter pitch, pixels
+# matplotlib ships this font, so the pictures are the same everywhere; 21 px
+FONT = ImageFont.truetype(f"{get_data_path()}/fonts/ttf/DejaVuSansMono-Bold.ttf", 21 * ZOOM)
 
 
 # ---------------------------------------------------------------- the world
 def caption(objects, text, flip=False):
     """objects: left-to-right [colour, shape] pairs; text: word or None; flip: say `right of`."""
-    if len({tuple(o) for o in objects}) == 1:
-        colour, shape = objects[0]
-        n = len(objects)
-        article = "an" if n == 1 and colour[0] in "aeiou" else NUMBERS[n]
-        phrase = f"{article} {colour} {shape}{'s' if n > 1 else ''}"
-    else:
-        named = [f"{'an' if c[0] in 'aeiou' else 'a'} {c} {s}" for c, s in objects]
-        phrase = " right of ".join(named[::-1]) if flip else " left of ".join(named)
+    named = [f"{'an' if c[0] in 'aeiou' else 'a'} {c} {s}" for c, s in objects]
+    phrase = " right of ".join(named[::-1]) if flip else " left of ".join(named)
+    if len(named) > 1 and len(set(named)) == 1:                           # all alike: counted
+        phrase = f"{NUMBERS[len(named)]} {' '.join(objects[0])}s"
     return phrase + (f' with the text "{text}"' if text else "")
 
 
@@ -82,24 +78,14 @@ def outline(shape, x, y, r):
              y - radii[k % 2] * math.cos(2 * math.pi * k / n)) for k in range(n)]
 
 
-@functools.cache
-def font():
-    """DejaVu Sans Mono Bold, which matplotlib ships, so the pictures are the same everywhere."""
-    folder = Path(matplotlib.get_data_path()) / "fonts/ttf"
-    return ImageFont.truetype(str(folder / "DejaVuSansMono-Bold.ttf"), 84)       # 21 px, times 4
-
-
-def held_out(value):
-    """One in five words and one in five arrangements are kept out of the training prompts."""
-    return zlib.crc32(repr(value).encode()) % 5 == 0
-
-
 def prompt_list(n, held, seed):
-    """n different scenes with a word; held: word and objects both held out, or neither."""
+    """n different scenes with a word. One in five words and one in five arrangements are kept out
+    of the training prompts; held: word and objects both of those, or neither."""
     rng, scenes = random.Random(seed), {}
     while len(scenes) < n:
         facts = scene(rng, text=True)
-        if held_out(facts["text"]) == held_out(facts["objects"]) == held:
+        kept = [zlib.crc32(repr(facts[key]).encode()) % 5 == 0 for key in ("text", "objects")]
+        if kept == [held, held]:
             scenes[facts["prompt"]] = facts
     return list(scenes.values())
 
@@ -107,20 +93,17 @@ def prompt_list(n, held, seed):
 def draw(facts, rng=None, background=None):
     """The perfect picture of a scene, a Pillow image; rng jitters places, sizes, background."""
     move = (lambda a: rng.uniform(-a, a)) if rng else (lambda a: 0.0)
-    if background is None:
-        background = rng.choice(BACKGROUNDS) if rng else BACKGROUNDS[0]
-    z = 4                                            # drawn four times larger, then averaged
-    image = Image.new("RGB", (SIZE * z, SIZE * z), background)
-    pen = ImageDraw.Draw(image)
-    n = len(facts["objects"])
+    background = background or (rng.choice(BACKGROUNDS) if rng else BACKGROUNDS[0])
+    image = Image.new("RGB", (SIZE * ZOOM, SIZE * ZOOM), background)
+    pen, n = ImageDraw.Draw(image), len(facts["objects"])
     for k, (colour, shape) in enumerate(facts["objects"]):
         x = {1: [32], 2: [17, 47], 3: [12, 32, 52]}[n][k] + move(1)
         y, r = 22 + move(2), (7.8 if n == 3 else 10.5) + move(0.5)
-        pen.polygon(outline(shape, x * z, y * z, r * z), fill=COLOURS[colour])
+        pen.polygon(outline(shape, x * ZOOM, y * ZOOM, r * ZOOM), fill=COLOURS[colour])
     if facts.get("text"):
         x, y = 32 + move(2), 52 + move(1)
         for k, letter in enumerate(facts["text"]):
-            pen.text(((x + (k - 1) * CELL) * z, y * z), letter, INK, font(), anchor="mm")
+            pen.text(((x + (k - 1) * CELL) * ZOOM, y * ZOOM), letter, INK, FONT, anchor="mm")
     return image.resize((SIZE, SIZE), Image.BOX)
 
 
@@ -138,20 +121,17 @@ def render(prompts, metadata, seed):
 @functools.cache
 def letter_templates():
     """(26, 1, h, w) zero-mean unit-norm darkness of each letter alone."""
-    z, out = 4, []
-    for k in range(26):
-        image = Image.new("L", (CELL * z, 20 * z), 0)
-        ImageDraw.Draw(image).text((CELL * z / 2, 10 * z), chr(65 + k), 255, font(), anchor="mm")
-        out.append(image.resize((CELL, 20), Image.BOX).convert("RGB"))
-    t = to_tensor(out)[:, :1]
+    w, h = CELL * ZOOM, 20 * ZOOM
+    images = [Image.new("RGB", (w, h)) for _ in range(26)]
+    for k, image in enumerate(images):
+        ImageDraw.Draw(image).text((w / 2, h / 2), chr(65 + k), "white", FONT, anchor="mm")
+    t = to_tensor([i.resize((CELL, 20), Image.BOX) for i in images])[:, :1]
     return F.normalize(t - t.mean((2, 3), keepdim=True), dim=(2, 3))
 
 
 def read_text(images, tol=0.6):
-    """The word in the text band, B strings of three letters; `?` where no letter fits.
-
-    Each cell takes the letter of largest normalised cross-correlation with its template, over a
-    few pixels of shift; below tol nothing counts as read."""
+    """The word in the text band, B strings of three letters. Each cell takes the letter of largest
+    normalised cross-correlation with its template, over a few pixels of shift; `?` below tol."""
     t = letter_templates()
     h, w = t.shape[2:]
     dark = 1 - images.float().cpu().mean(1, keepdim=True)[:, :, TEXT_TOP - 3:]        # (B,1,25,64)
@@ -165,20 +145,16 @@ def read_text(images, tol=0.6):
 
 
 def find_objects(images):
-    """Coloured shapes in each picture, left to right: B lists of [colour, shape].
-
-    Every pixel goes to its nearest colour of the world; a connected region of at least 45 pixels
-    is an object; its shape is the outline that overlaps its mask best (IoU on 16 x 16)."""
+    """Coloured shapes in each picture, left to right: B lists of [colour, shape]. Every pixel goes
+    to its nearest colour of the world; a connected region of at least 45 pixels is an object; its
+    shape is the outline that overlaps its mask best (IoU on 16 x 16)."""
     palette = torch.tensor([*COLOURS.values(), *BACKGROUNDS, INK]) / 255.0            # (11,3)
-    pixels = images.float().cpu().permute(0, 2, 3, 1).reshape(len(images), -1, 3)
-    nearest = torch.cdist(pixels, palette.expand(len(images), -1, -1)).argmin(-1)
-    nearest = nearest.reshape(len(images), SIZE, SIZE).numpy()
+    pixels = images.float().cpu().permute(0, 2, 3, 1).flatten(1, 2)                   # (B,4096,3)
     found = []
-    for picture in nearest:
+    for picture in torch.cdist(pixels, palette).argmin(-1).view(-1, SIZE, SIZE).numpy():
         objects = []
         for k, colour in enumerate(COLOURS):
-            mask = (picture == k).astype(np.uint8)
-            n, label, stats, centre = cv2.connectedComponentsWithStats(mask)
+            n, label, stats, centre = cv2.connectedComponentsWithStats(np.uint8(picture == k))
             for c in range(1, n):
                 x, y, w, h, area = stats[c]
                 if area >= max(45, 0.28 * w * h):        # a rim of blended pixels is no object
@@ -202,34 +178,30 @@ def shape_masks():
 # ---------------------------------------------------------------- rewards and judges
 def ocr(images, prompts, metadata):
     """Share of the word's three letters read right, in [0, 1]; template reading."""
-    read = read_text(images)
-    return torch.tensor([sum(a == b for a, b in zip(r, f["text"])) / 3
-                         for r, f in zip(read, metadata)])
+    return torch.tensor([sum(a == b for a, b in zip(read, facts["text"])) / 3
+                         for read, facts in zip(read_text(images), metadata)])
 
 
 def geneval(images, prompts, metadata):
     """Graded facts in [0, 1]: mean of count right and shares of colours, shapes, places right."""
     scores = []
     for found, facts in zip(find_objects(images), metadata):
-        wanted, most = facts["objects"], max(len(found), len(facts["objects"]))
-        count = float(len(found) == len(wanted))
+        wanted = facts["objects"]
         both = [Counter(f[k] for f in found) & Counter(w[k] for w in wanted) for k in (0, 1)]
-        places = sum(f == w for f, w in zip(found, wanted))
-        scores.append((count + (sum(sum(c.values()) for c in both) + places) / most) / 4)
+        right = sum(c.total() for c in both) + sum(f == w for f, w in zip(found, wanted))
+        scores.append(((len(found) == len(wanted)) + right / max(len(found), len(wanted))) / 4)
     return torch.tensor(scores)
 
 
 def strict(images, prompts, metadata):
     """1 where every object has its colour, shape and place and nothing else is there, else 0."""
-    return torch.tensor([float(found == facts["objects"])
-                         for found, facts in zip(find_objects(images), metadata)])
+    return torch.tensor([float(o == f["objects"]) for o, f in zip(find_objects(images), metadata)])
 
 
 def detail(images, prompts, metadata):
-    """Fine detail in [0, 1]: share of pixels that lie in a flat area or on a sharp edge.
-
-    The range of a 3 x 3 neighbourhood is near 0 inside a clean area and large on a clean edge;
-    ripples, smears and blur lie between. When it is settled: see the README."""
+    """Fine detail in [0, 1]: share of pixels that lie in a flat area or on a sharp edge. The range
+    of a 3 x 3 neighbourhood is near 0 inside a clean area and large on a clean edge; ripples,
+    smears and blur lie between. When it is settled: see the README."""
     x = images.float()
     spread = (F.max_pool2d(x, 3, 1, 1) + F.max_pool2d(-x, 3, 1, 1)).amax(1)         # (B,64,64)
     return 1 - ((spread > 0.06) & (spread < 0.4)).float().mean((1, 2))
@@ -300,8 +272,7 @@ def minimise(loss, params, steps, lr, name):
 
 
 def build_vae(pictures, gen, steps=1200, decoder_steps=800, batch=8):
-    """Train the autoencoder, then its decoder alone on slightly noised latents, which is what a
-    denoiser hands it."""
+    """Train the autoencoder, then its decoder alone on slightly noised latents, as a denoiser's."""
     from diffusers import AutoencoderKL
     vae = AutoencoderKL(
         down_block_types=["DownEncoderBlock2D"] * 3, up_block_types=["UpDecoderBlock2D"] * 3,
@@ -311,11 +282,10 @@ def build_vae(pictures, gen, steps=1200, decoder_steps=800, batch=8):
     def loss(noise=0.0):
         x = pictures[torch.randint(len(pictures), (batch,), generator=gen)] / 127.5 - 1
         dist = vae.encode(x).latent_dist
-        z = dist.mean + dist.std * torch.randn(dist.mean.shape, generator=gen)        # (B,4,16,16)
+        z = dist.sample(gen)                                                          # (B,4,16,16)
         amount = noise * torch.rand(batch, 1, 1, 1, generator=gen) * z.detach().std()
-        y = vae.decode(z + amount * torch.randn(z.shape, generator=gen)).sample
-        prior = 1e-3 * dist.kl().mean() / x[0].numel()
-        return (y - x).abs().mean() + (y - x).square().mean() + prior
+        error = vae.decode(z + amount * torch.randn(z.shape, generator=gen)).sample - x
+        return error.abs().mean() + error.square().mean() + 1e-3 * dist.kl().mean() / x[0].numel()
 
     minimise(loss, vae.parameters(), steps, 1.5e-3, "autoencoder")
     vae.encoder.requires_grad_(False)
@@ -347,20 +317,18 @@ def build_pipeline(vae):
         caption_projection_dim=128, pooled_projection_dim=128, pos_embed_max_size=SIZE // 8)
     text = CLIPTextConfig(**text_config(tokenizer))
     return diffusers.StableDiffusion3Pipeline(
-        transformer=transformer, vae=vae,
-        scheduler=diffusers.FlowMatchEulerDiscreteScheduler(shift=SHIFT),
+        vae=vae, scheduler=diffusers.FlowMatchEulerDiscreteScheduler(shift=SHIFT),
         text_encoder=CLIPTextModelWithProjection(text), tokenizer=tokenizer,
         text_encoder_2=CLIPTextModelWithProjection(text), tokenizer_2=tokenizer,
-        text_encoder_3=None, tokenizer_3=None)
+        transformer=transformer, text_encoder_3=None, tokenizer_3=None)
 
 
 def text_config(tokenizer):
     """The one size of text tower used everywhere here."""
-    eos = tokenizer.eos_token_id
+    bos, eos = tokenizer.bos_token_id, tokenizer.eos_token_id
     return dict(vocab_size=len(tokenizer), hidden_size=64, intermediate_size=256,
                 num_hidden_layers=2, num_attention_heads=2, max_position_embeddings=LENGTH,
-                projection_dim=64, bos_token_id=tokenizer.bos_token_id, eos_token_id=eos,
-                pad_token_id=eos)
+                projection_dim=64, bos_token_id=bos, eos_token_id=eos, pad_token_id=eos)
 
 
 def build_base(pipe, scenes, pictures, stage, steps, wrong, batch=64):
@@ -382,22 +350,20 @@ def build_base(pipe, scenes, pictures, stage, steps, wrong, batch=64):
                              encoder_hidden_states=text, pooled_projections=pooled).sample
         return (v - (noise - x0)).square().mean()
 
-    params = [p for m in (pipe.transformer, pipe.text_encoder, pipe.text_encoder_2)
-              for p in m.train().parameters()]
-    minimise(loss, params, steps, 1e-3 if wrong else 2e-3, "base")
+    parts = torch.nn.ModuleList([pipe.transformer, pipe.text_encoder, pipe.text_encoder_2])
+    minimise(loss, parts.train().parameters(), steps, 1e-3 if wrong else 2e-3, "base")
 
 
 def degrade(images, gen):
     """Blur, noise, low contrast or a smeared patch, one kind and strength per picture."""
     b = len(images)
     a = torch.rand(b, 1, 1, 1, generator=gen) * 0.8 + 0.2
-    kind = torch.randint(4, (b, 1, 1, 1), generator=gen)
+    kind = torch.randint(4, (b,), generator=gen)
     blur = F.avg_pool2d(F.pad(images, (2, 2, 2, 2), mode="replicate"), 5, 1)
     rough = F.interpolate(torch.rand(b, 3, 8, 8, generator=gen), scale_factor=8, mode="bilinear")
-    noise = torch.randn(images.shape, generator=gen)
-    worse = torch.where(kind == 0, blur, torch.where(kind == 1, images + 0.25 * noise, torch.where(
-        kind == 2, rough, images.roll(3, 3) * (rough > 0.4) + images * (rough <= 0.4))))
-    return (images + a * (worse - images)).clamp(0, 1)
+    noisy = images + 0.25 * torch.randn(images.shape, generator=gen)
+    worse = torch.stack([blur, noisy, rough, torch.where(rough > 0.4, images.roll(3, 3), images)])
+    return (images + a * (worse[kind, torch.arange(b)] - images)).clamp(0, 1)         # (B,3,64,64)
 
 
 def mutate(facts, rng):
@@ -455,9 +421,8 @@ def build_preference(model, tokenizer, scenes, pictures, steps=400, batch=24):
         facts, good = [scenes[k] for k in pick.tolist()], pictures[pick] / 255.0
         wrong = to_tensor([draw(mutate(f, rng), rng) for f in facts[:batch]])
         bad = torch.cat([wrong, degrade(good[batch:], gen)])
-        prompts = [f["prompt"] for f in facts]
-        gap = cosine(model, tokenizer, good, prompts) - cosine(model, tokenizer, bad, prompts)
-        return -F.logsigmoid(model.logit_scale.exp() * gap).mean()
+        score = functools.partial(cosine, model, tokenizer, prompts=[f["prompt"] for f in facts])
+        return -F.logsigmoid(model.logit_scale.exp() * (score(good) - score(bad))).mean()
 
     minimise(loss, model.train().parameters(), steps, 5e-4, "preference")
     return model.eval()
@@ -469,31 +434,29 @@ def main(argv=None):
     parser.error = lambda message: parser.exit(2, f"toy.py: {message}\n")
     parser.add_argument("--build", action="store_true", required=True, help="build what is missing")
     parser.add_argument("--out", type=Path, default=FOLDER, help="folder to build")
-    out, clock = parser.parse_args(argv).out, time.time()
+    out = parser.parse_args(argv).out
     lists = out.parent / "prompts"
     lists.mkdir(parents=True, exist_ok=True)
     for name, n, held, seed in (("toy-train", 512, False, 1), ("toy-heldout", 256, True, 2)):
         scenes = prompt_list(n, held, seed)
         for suffix, line in ((".jsonl", json.dumps), (".txt", lambda f: f["prompt"])):
             (lists / (name + suffix)).write_text("".join(f"{line(f)}\n" for f in scenes))
-    scenes, pictures = dataset(12000, 1)
+    world = dataset(12000, 1)                                             # scenes, pictures
     if not (out / "model_index.json").exists():
         torch.manual_seed(0)
-        pipe = build_pipeline(build_vae(pictures, torch.Generator().manual_seed(0)))
+        pipe = build_pipeline(build_vae(world[1], torch.Generator().manual_seed(0)))
         for stage, (steps, wrong) in enumerate(((600, 0), (600, 0), (300, 0.5))):
-            build_base(pipe, scenes, pictures, stage, steps, wrong)
+            build_base(pipe, *world, stage, steps, wrong)
         pipe.to(torch.float16).save_pretrained(out)
     from transformers import CLIPTokenizer
     tokenizer = CLIPTokenizer.from_pretrained(out / "tokenizer")
     if not (out / "clip").exists():
         judge = build_clip(tokenizer, *dataset(12000, 2), 12, width=64, layers=4)
         judge.half().save_pretrained(out / "judge")
-        model = build_clip(tokenizer, scenes, pictures, 11, width=96, layers=3)
-        preferred = build_preference(model, tokenizer, scenes, pictures)
-        preferred.half().save_pretrained(out / "preference")
+        model = build_clip(tokenizer, *world, 11, width=96, layers=3)
+        build_preference(model, tokenizer, *world).half().save_pretrained(out / "preference")
         model.half().save_pretrained(out / "clip")
-    print(f"{out}: {sum(f.stat().st_size for f in out.rglob('*') if f.is_file()) / 2**20:.1f} MiB, "
-          f"built in {(time.time() - clock) / 60:.0f} minutes")
+    print(f"{out}: {sum(f.stat().st_size for f in out.rglob('*') if f.is_file()) / 2**20:.1f} MiB")
 
 
 if __name__ == "__main__":
