@@ -24,35 +24,19 @@ import warnings
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from tqdm import tqdm
 
 from evaluate import (
-    HERE,
-    SETTINGS,
-    choose_model,
-    chunks,
-    decode,
-    encode_prompts,
-    generator,
-    latent_shape,
-    load_lora,
-    load_pipeline,
-    load_prompts,
-    noise_levels,
-    normal,
-    processes,
-    split,
-    summed,
-    velocity,
-)
+    HERE, SETTINGS, choose_model, chunks, decode, encode_prompts, generator, latent_shape,
+    load_lora, load_pipeline, noise_levels, normal, processes, stop, summed, velocity)
 from renyi_gain import ancestral_step, bootstrap_stderr, monotone, noised, renyi_divergence
-from rewards import load_function, load_rewards, score
+from rewards import load_function, load_prompts, load_rewards, score
 
 
 def read_folder(folder, prompts, N, size):
     """Pictures of FOLDER/prompts.jsonl, lines {"prompt", "file"}: N per prompt, (P*N,3,H,W).
-
     ValueError: a file that is not a plain name in FOLDER, a prompt with fewer than N files."""
     import numpy as np
     from PIL import Image
@@ -82,7 +66,6 @@ def encode(pipe, images):
 @torch.no_grad()
 def roll(pipe, x, text, sigmas, start, noise):
     """Ancestral steps from level index start to data; noise (T, B, ...) by step index.
-
     Returns every state from start on, the clean one last."""
     path = [x]
     for j in range(start, len(sigmas) - 1):
@@ -117,12 +100,31 @@ def plot_curves(path, names, sigmas, gain, stderr, D, stderr_D, title):
     os.replace(f"{path}.part", path)
 
 
+def load_curve(args, names, sigmas):
+    """gain (m, T) of --curve, rows in the order of names (NaN: not in it), for these sigmas."""
+    try:
+        with safe_open(args.curve, "pt") as file:
+            known = (file.metadata() or {}).get("rewards", "").split(",")
+            gain, levels = file.get_tensor("gain").double(), file.get_tensor("sigmas").float()
+        if levels.shape != sigmas.shape or not torch.allclose(levels, sigmas, atol=1e-4):
+            raise ValueError(f"it is for {len(levels) - 1} steps, sigmas {levels[1:3].tolist()}...,"
+                             f" not {len(sigmas) - 1}, {sigmas[1:3].tolist()}...")
+        if gain.shape != (len(known), len(sigmas) - 1) or not set(known) & set(names):
+            raise ValueError(f"it has the rewards {known}, none of {names}")
+    except (OSError, ValueError, SafetensorError) as error:
+        raise ValueError(
+            f"--curve {args.curve}: {error}; make one with `python estimate.py --model {args.model}"
+            f" --setting {args.setting} --steps {args.steps} --rewards {args.rewards} --out FILE` "
+            "or use --weights static") from None
+    flat = torch.full_like(gain[0], torch.nan)
+    return torch.stack([gain[known.index(n)] if n in known else flat for n in names])
+
+
 def parse(argv):
     """Arguments, checked; the defaults make the shipped curve of the model and setting."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0],
                                      formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-    parser.error = lambda error: parser.exit(2, f"estimate.py: {str(error).splitlines()[0]}\n")
-    add = parser.add_argument
+    parser.error, add = lambda error: stop("estimate.py", error), parser.add_argument
     add("--setting", default="ocr", choices=["ocr", "geneval"], help="which rewards and prompts")
     add("--model", help="diffusers SD3 folder or hub name")
     add("--lora", help="LoRA folder of train.py: curves of a trained policy")
@@ -130,8 +132,8 @@ def parse(argv):
     add("--prompts", help="prompt list, .txt or .jsonl")
     add("--proposal", help="pi+: file.py:function(prompts, metadata, seed) -> images, a folder, or "
         "self (default: the model's, toy.py:render for the miniature)")
-    add("--estimator", default="positive", choices=["positive", "self", "pair"],
-        help="states of a proposal, or of the policy: plug-in, unbiased pair")
+    add("--estimator", choices=["positive", "self", "pair"], help="states of a proposal, or of the "
+        "policy: plug-in, unbiased pair (default: pair with --proposal self, else positive)")
     add("--pool", default="all", choices=["all", "prompt"], help="one log, or one per prompt")
     add("--alpha", type=float, default=2.0, help="Renyi order, > 0 and not 1")
     add("--P", type=int, default=64, help="prompts, at least 1")
@@ -140,28 +142,30 @@ def parse(argv):
     add("--steps", type=int, default=10, help="denoising steps T, 1 to 1000")
     add("--size", type=int, help="height and width in pixels")
     add("--text-tokens", type=int, help="T5 tokens")
+    add("--t5", type=int, default=1, choices=[0, 1], help="0: zeros for the third text encoder")
     add("--micro-batch", type=int, default=32, help="states in one forward pass, at least 1")
     add("--dtype", choices=["float32", "bfloat16"], help="dtype of the transformer")
     add("--monotone", action="store_true", help="project D so that no gain is negative")
     add("--seed", type=int, default=0, help="seed")
     add("--out", help="curve file to write, .safetensors; a .png goes beside it")
     args = parser.parse_args(argv)
-    for name in ("P", "N", "K", "steps", "micro_batch"):
-        if not 1 <= getattr(args, name) <= 10**6:
-            parser.error(f"--{name.replace('_', '-')} {getattr(args, name)}: expected at least 1")
-    if not 0 < args.alpha < 100 or args.alpha == 1 or args.estimator == "pair" and args.alpha != 2:
-        parser.error(f"--alpha {args.alpha}: expected above 0, below 100, not 1; 2 for pair")
-    if args.N < 16 and args.pool == "prompt" or args.N < 2 and args.estimator == "pair":
-        parser.error(f"--N {args.N}: expected at least 16 for --pool prompt, 2 for pair")
-    if args.lora and not Path(args.lora).is_dir():
-        parser.error(f"--lora {args.lora}: expected a checkpoint folder of train.py")
     given = dict(vars(args))
     key, args.why = choose_model(args, parser.error)
-    if args.seed < 0 or not 0 <= args.text_tokens <= 512:
-        parser.error(f"--seed {args.seed}, --text-tokens {args.text_tokens}: expected >= 0, <= 512")
-    if (args.proposal == "self") == (args.estimator == "positive"):
-        parser.error(f"--estimator {args.estimator} --proposal {args.proposal}: self and pair need "
-                     "--proposal self, positive any other")
+    args.estimator = args.estimator or ("pair" if args.proposal == "self" else "positive")
+    pair, numbers = args.estimator == "pair", ("P", "N", "K", "steps", "micro_batch")
+    for name, bad, right in (
+            *((name, not 1 <= vars(args)[name] <= 10**6, "at least 1") for name in numbers),
+            ("alpha", not 0 < args.alpha < 100 or args.alpha == 1 or pair and args.alpha != 2,
+             "above 0, below 100, not 1; 2 for pair"),
+            ("N", args.N < 16 and args.pool == "prompt" or args.N < 2 and pair,
+             "at least 16 for --pool prompt, 2 for pair"),
+            ("lora", args.lora and not Path(args.lora).is_dir(), "a checkpoint folder of train.py"),
+            ("seed", args.seed < 0, "at least 0"),
+            ("text_tokens", not 0 <= args.text_tokens <= 512, "0 to 512"),
+            ("estimator", (args.proposal == "self") == (args.estimator == "positive"),
+             "self or pair with --proposal self, positive with any other")):
+        if bad:
+            parser.error(f"--{name.replace('_', '-')} {vars(args)[name]}: expected {right}")
     own = [k for k, v in given.items() if v != parser.get_default(k)
            and k not in ("out", "model", "setting", "micro_batch", "dtype")]
     if own and not args.out:
@@ -183,16 +187,16 @@ def main(argv=None):
     say = print if rank == 0 else lambda *a, **k: None
     say(args.why)
     try:
-        rewards = load_rewards(split(args.rewards), device)
-        prompts, metadata = load_prompts(args.prompts)
+        rewards = load_rewards(args.rewards, device)
+        prompts, metadata = load_prompts(args.prompts, rewards.values())
         pick = torch.randperm(len(prompts), generator=generator(args.seed, "prompts"))[:args.P]
         prompts, metadata = [prompts[k] for k in pick], [metadata[k] for k in pick]
-        pipe = load_pipeline(args.model, getattr(torch, args.dtype), device, args.offline)
+        pipe = load_pipeline(args.model, getattr(torch, args.dtype), args.offline, args.t5)
         shape = latent_shape(pipe, args.size)                             # (C,h,w)
         sigmas = noise_levels(pipe, args.steps)                           # (T+1,)
         if args.lora:
             load_lora(pipe, args.lora)
-        text = encode_prompts(pipe, prompts, args.text_tokens)
+        text, = encode_prompts(pipe, [prompts], args.text_tokens, device)
         P, N, K, T, m = len(prompts), args.N, args.K, args.steps, len(rewards)
         owner = torch.arange(P).repeat_interleave(N)                      # (P*N,) prompt of a state
         images = None                                                     # "self" draws its own
@@ -201,9 +205,10 @@ def main(argv=None):
         elif args.proposal != "self":
             images = load_function(args.proposal)(
                 [prompts[k] for k in owner], [metadata[k] for k in owner], args.seed)
+        args.out.parent.mkdir(parents=True, exist_ok=True)
     except KeyError as error:
         fail(f"--proposal {args.proposal}: needs {error} in the lines of {args.prompts}")
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, SafetensorError) as error:
         fail(error)
     calls = P * N * (K * T * (T + 1) // 2 + (T if images is None else 0))
     say(f"{P} prompts x {N} states x {T} levels x {K} rollouts: {calls:,} velocity calls, "
@@ -245,17 +250,16 @@ def main(argv=None):
         about = {k: str(v) for k, v in vars(args).items() if k not in ("out", "why", "rewards")}
         about |= {"rewards": ",".join(rewards), "P": str(P), "sampler": "ancestral",
                   "guidance": "1.0", "spec": args.rewards, "prompts": Path(args.prompts).name}
-        args.out.parent.mkdir(parents=True, exist_ok=True)
         part, kept = args.out.with_suffix(".part"), {"R": R.float(), "sigmas": sigmas}
+        how = args.alpha, args.estimator, args.pool
         try:
-            D = renyi_divergence(R, args.alpha, args.estimator, args.pool)          # (m,T+1)
-            stderr_D, stderr = bootstrap_stderr(R, args.alpha, args.estimator, args.pool)
+            D, (stderr_D, stderr) = renyi_divergence(R, *how), bootstrap_stderr(R, *how)
         except ValueError as error:
             save_file(kept, part, about)
             words = str(error).split()
             where = list(rewards)[int(words[2])] if words[:2] == ["reward", "row"] else ""
             fail(f"{where} {error}; the rollouts are in {part}")
-        D = monotone(D) if args.monotone else D
+        D = monotone(D) if args.monotone else D                                     # (m,T+1)
         gain = D.diff(dim=-1)                                                       # (m,T)
         save_file({"gain": gain, "stderr": stderr, "D": D, "stderr_D": stderr_D, **kept}, part,
                   about)

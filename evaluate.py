@@ -1,8 +1,6 @@
 """Held-out evaluation at equal seeds, and the few functions that make a policy produce images.
 
 Paper: ReCAST (arXiv 2609.13425), section 4 and appendix D: rewards and judges per run, paired.
-train.py and estimate.py import from here; this file imports rewards.py only.
-
     python evaluate.py runs/recast runs/static                # base against each run
 
 B images, n prompts, m rewards, T steps; sigmas (T+1,) noise levels, index 0 the noisiest (t = 1).
@@ -11,15 +9,20 @@ B images, n prompts, m rewards, T steps; sigmas (T+1,) noise levels, index 0 the
 import argparse
 import hashlib
 import json
+import math
 import os
+import re
+import sys
 import warnings
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from safetensors import SafetensorError
+from safetensors.torch import load_file
 from tqdm import tqdm
 
-from rewards import load_rewards, score
+from rewards import load_prompts, load_rewards, score
 
 HERE = Path(__file__).resolve().parent
 SD35 = "stabilityai/stable-diffusion-3.5-medium"
@@ -32,7 +35,7 @@ SETTINGS = {
                     "ocr,toy.py:ocr,toy.py:second_clip,toy.py:nearest", "toy")},
     SD35: {
         "ocr": ("ocr,clipscore,hpsv2,pickscore", "aesthetic", "ocr"),
-        "geneval": ("geneval,clipscore,hpsv2,pickscore", "aesthetic", "geneval")}}
+        "geneval": ("geneval,clipscore,hpsv2,pickscore", "geneval_strict,aesthetic", "geneval")}}
 # What a model wants: image size, T5 tokens (SD3 without T5 still wants them, as zeros), dtype, pi+.
 MODELS = {"toy": {"size": 64, "text_tokens": 0, "dtype": "float32", "proposal": "toy.py:render"},
           SD35: {"size": 512, "text_tokens": 256, "dtype": "bfloat16", "proposal": "self"}}
@@ -50,35 +53,31 @@ def normal(shape, *key, index):
     return torch.stack([torch.randn(shape, generator=generator(*key, int(i))) for i in index])
 
 
-def default_model():
-    """SD3.5-Medium where CUDA and its cached weights are, the miniature elsewhere; and why."""
-    if not torch.cuda.is_available():
-        return "toy", "no CUDA device"
-    from huggingface_hub import try_to_load_from_cache
-    if not isinstance(try_to_load_from_cache(SD35, "model_index.json"), str):
-        return "toy", f"{SD35} is not in the local cache"
-    return SD35, "CUDA and cached weights"
-
-
 def choose_model(args, fail):
-    """Set args.model, args.offline and what the model wants; returns its key in the tables and the
-    first line to print. A folder or hub name that is no key counts as an SD3.5."""
-    name, why = (args.model, "named") if args.model else default_model()
-    args.offline, args.model = not args.model, name
-    if not any(p.is_dir() for p in (Path(name), HERE / name)) and "/" not in name:
-        fail(f"--model {name}: no such folder, and a hub name is OWNER/NAME")
-    key = Path(name).name if Path(name).name in MODELS else SD35
+    """Set args.model, args.offline and what the model wants; returns its key in the tables (SD3.5's
+    for any other folder or hub name) and the first line to print. Without --model: SD3.5-Medium
+    where CUDA and its cached weights are, the miniature elsewhere."""
+    args.offline, why = not args.model, "named"
+    if not args.model:
+        from huggingface_hub import try_to_load_from_cache
+        args.model, why = SD35, "CUDA and cached weights"
+        if not torch.cuda.is_available():
+            args.model, why = "toy", "no CUDA device"
+        elif not isinstance(try_to_load_from_cache(SD35, "model_index.json"), str):
+            args.model, why = "toy", f"{SD35} is not in the local cache"
+    if not any(p.is_dir() for p in (Path(args.model), HERE / args.model)) and "/" not in args.model:
+        fail(f"--model {args.model}: no such folder, and a hub name is OWNER/NAME")
+    key = Path(args.model).name if Path(args.model).name in MODELS else SD35
     for k, value in MODELS[key].items():
         if getattr(args, k, value) is None:
             setattr(args, k, value)
-    return key, f"model {name} ({why}; choose another with --model)"
+    return key, f"model {args.model} ({why}; choose another with --model)"
 
 
-def load_pipeline(model, dtype, device, offline=False):
-    """StableDiffusion3Pipeline from a folder (also one beside this file) or a hub name, frozen.
-
-    dtype is the transformer's and the text encoders'; the autoencoder is float32. offline: only
-    the local cache. ValueError: a folder that is not a pipeline's."""
+def load_pipeline(model, dtype, offline=False, t5=True):
+    """StableDiffusion3Pipeline from a folder (also one beside this file) or a hub name, frozen, on
+    the CPU. dtype is the transformer's and the encoders', the autoencoder's is float32; offline:
+    the local cache only; t5 False: no third encoder. ValueError: no pipeline's folder."""
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     warnings.filterwarnings("ignore", "Already found a `peft_config`")    # adapters, on purpose
     import diffusers
@@ -86,39 +85,52 @@ def load_pipeline(model, dtype, device, offline=False):
     for library in (diffusers, transformers):
         library.utils.logging.disable_progress_bar()
     folder = next((p for p in (Path(model), HERE / model) if p.is_dir()), None)
-    parts = {}
+    parts = {} if t5 else {"text_encoder_3": None, "tokenizer_3": None}
     if folder:                                        # a null entry must be said again as None
         index = folder / "model_index.json"
         if not index.is_file():
             raise ValueError(f"--model {model}: {index} is missing; give a diffusers SD3 folder")
-        parts = {k: None for k, v in json.loads(index.read_text()).items() if v == [None, None]}
+        parts |= {k: None for k, v in json.loads(index.read_text()).items() if v == [None, None]}
     pipe = diffusers.StableDiffusion3Pipeline.from_pretrained(
         folder or model, dtype={"default": dtype, "vae": torch.float32}, use_safetensors=True,
         local_files_only=offline, **parts)
     for part in pipe.components.values():
         if isinstance(part, torch.nn.Module):
-            part.requires_grad_(False).eval().to(device)
-    pipe.set_progress_bar_config(disable=True)
+            part.requires_grad_(False).eval()
+    if pipe.vae.config.sample_size > 64:              # large pictures are decoded one at a time
+        pipe.vae.enable_slicing()
     return pipe
 
 
 def load_lora(pipe, folder, name="lora"):
-    """A checkpoint of train.py into the transformer, under an adapter name, from safetensors."""
-    pipe.transformer.load_lora_adapter(
-        folder, adapter_name=name, weight_name="pytorch_lora_weights.safetensors",
-        use_safetensors=True, local_files_only=True)
+    """A checkpoint of train.py into the transformer, under an adapter name, in float32 (diffusers
+    alone would round it to the transformer's dtype)."""
+    file = "pytorch_lora_weights.safetensors"
+    pipe.transformer.load_lora_adapter(folder, adapter_name=name, weight_name=file,
+                                       use_safetensors=True, local_files_only=True)
+    saved = load_file(Path(folder) / file)
+    for n, p in pipe.transformer.named_parameters():
+        if f".{name}." in n:
+            p.data = saved["transformer." + n.replace(f".{name}.", ".")].to(p.device)
 
 
 @torch.no_grad()
-def encode_prompts(pipe, prompts, tokens, batch=64):
-    """Text (n, L, d) and pooled (n, d) embeddings on the CPU; duplicates are encoded once."""
-    unique = list(dict.fromkeys(prompts))
+def encode_prompts(pipe, lists, tokens, device, batch=64):
+    """Text (n, L, d) and pooled (n, d) embeddings, on the CPU, of each list; every prompt once. The
+    encoders visit the device for it and are freed, only then the transformer moves in."""
+    for part in (pipe.text_encoder, pipe.text_encoder_2, pipe.text_encoder_3):
+        if part is not None:
+            part.to(device)
+    unique = list(dict.fromkeys(p for prompts in lists for p in prompts))
     parts = [pipe.encode_prompt(unique[k:k + batch], None, None, max_sequence_length=tokens,
-                                do_classifier_free_guidance=False)[::2]
+                                do_classifier_free_guidance=False, device=device)[::2]
              for k in range(0, len(unique), batch)]
-    index = {p: k for k, p in enumerate(unique)}
-    where = [index[p] for p in prompts]
-    return tuple(torch.cat([p[k].cpu() for p in parts])[where] for k in (0, 1))
+    whole, index = [torch.cat(e).cpu() for e in zip(*parts)], {p: k for k, p in enumerate(unique)}
+    pipe.text_encoder = pipe.text_encoder_2 = pipe.text_encoder_3 = part = parts = None
+    torch.cuda.empty_cache()                          # does nothing without CUDA
+    pipe.vae.to(device)
+    pipe.transformer.to(device)
+    return [tuple(e[[index[p] for p in prompts]] for e in whole) for prompts in lists]
 
 
 def noise_levels(pipe, steps):
@@ -129,7 +141,6 @@ def noise_levels(pipe, steps):
 
 def velocity(net, x, t, text, guidance=1.0, empty=None):
     """v (B,C,h,w) float32 at level t, a number or (B,); text = (embeddings, pooled) of B prompts.
-
     Guidance other than 1 also needs the embeddings of the empty prompt: v0 + g (v - v0)."""
     t = torch.as_tensor(t, device=x.device).expand(len(x))
     text, pooled = (e.to(x.device, net.dtype) for e in text)
@@ -153,47 +164,33 @@ def sample(pipe, text, sigmas, noise, guidance=1.0, empty=None):
 @torch.no_grad()
 def decode(pipe, latents):
     """Images (B,3,H,W) float32 in [0, 1] on the CPU; latents that are not finite are refused."""
-    if not latents.isfinite().all():
-        bad = int((~latents.flatten(1).isfinite().all(1)).sum())
+    if bad := int((~latents.flatten(1).isfinite().all(1)).sum()):
         raise FloatingPointError(f"{bad} of {len(latents)} latents are not finite")
     config = pipe.vae.config
     images = pipe.vae.decode(latents / config.scaling_factor + config.shift_factor).sample
     return (images / 2 + 0.5).clamp(0, 1).cpu()
 
 
-def split(text):
-    """The items of a comma list; none of an empty one."""
-    return [x for x in text.split(",") if x]
+def write(path, text):
+    """A text file, whole or not at all."""
+    Path(f"{path}.part").write_text(text)
+    os.replace(f"{path}.part", path)
+
+
+def stop(program, error):
+    """A user's mistake: one line, once per machine, and exit status 2."""
+    if int(os.environ.get("LOCAL_RANK", 0)) == 0:
+        print(f"{program}: {str(error).splitlines()[0]}", file=sys.stderr)
+    raise SystemExit(2)
 
 
 def latent_shape(pipe, size):
     """(C, h, w) of the latents of a size x size image; ValueError for a size it cannot make."""
-    unit = pipe.vae_scale_factor * pipe.patch_size
-    most = unit * pipe.transformer.config.pos_embed_max_size
-    if size % unit or not 0 < size <= most:
-        raise ValueError(f"--size {size}: expected a multiple of {unit}, at most {most}")
-    side = size // pipe.vae_scale_factor
-    return pipe.transformer.config.in_channels, side, side
-
-
-def load_prompts(path):
-    """Prompts and metadata of a .txt list (a prompt a line) or .jsonl (an object with "prompt").
-
-    ValueError names file and line: empty, not JSON, no prompt, over 2,000 characters."""
-    prompts, metadata = [], []
-    for n, line in enumerate(Path(path).read_text(encoding="utf-8-sig").splitlines(), 1):
-        try:
-            facts = json.loads(line) if Path(path).suffix == ".jsonl" else {"prompt": line.strip()}
-            prompt = facts["prompt"]
-        except (ValueError, KeyError, TypeError):
-            raise ValueError(f'{path}:{n}: expected a JSON object with a "prompt"') from None
-        if not isinstance(prompt, str) or not prompt.strip() or len(prompt) > 2000:
-            raise ValueError(f"{path}:{n}: expected a prompt of 1 to 2,000 characters")
-        prompts.append(prompt)
-        metadata.append(facts)
-    if not prompts:
-        raise ValueError(f"{path}: expected at least one prompt")
-    return prompts, metadata
+    unit, c = pipe.vae_scale_factor * pipe.patch_size, pipe.transformer.config
+    if size % unit or not 0 < size <= unit * c.pos_embed_max_size:
+        raise ValueError(f"--size {size}: expected a multiple of {unit}, at most "
+                         f"{unit * c.pos_embed_max_size}")
+    return c.in_channels, size // pipe.vae_scale_factor, size // pipe.vae_scale_factor
 
 
 def use(net, name):
@@ -224,36 +221,41 @@ def processes():
     else:
         torch.set_num_threads(1)                      # another number would round differently
     if world > 1 and not dist.is_initialized():       # NCCL wants a device for each process
-        dist.init_process_group("nccl" if gpus >= here else "gloo")
+        store = next(dist.rendezvous("env://"))[0]    # after a restart, no address of before it
+        store = dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
+        dist.init_process_group("nccl" if gpus >= here else "gloo", store=store, rank=rank,
+                                world_size=world)
     return rank, world, device
 
 
 def summed(tensor, device):
     """Sum over processes, each of which filled in its own part of a tensor of zeros."""
     if dist.is_initialized():
-        total = tensor.to(device)
-        dist.all_reduce(total)
+        dist.all_reduce(total := tensor.to(device))
         tensor = total.to(tensor.device)
     return tensor
 
 
-def save_grid(path, images, columns=8):
-    """A PNG of images (B,3,H,W), row by row."""
+def picture(x):
+    """An image (3,H,W) in [0, 1] as a Pillow image."""
     from PIL import Image
-    B, _, H, W = images.shape
-    rows = -(-B // columns)
-    sheet = Image.new("RGB", (columns * (W + 2), rows * (H + 2)), "white")
-    for k, x in enumerate((images * 255).round().byte().permute(0, 2, 3, 1).numpy()):
-        sheet.paste(Image.fromarray(x), (k % columns * (W + 2), k // columns * (H + 2)))
-    sheet.save(f"{path}.part", format="PNG")
+    return Image.fromarray((x * 255).round().byte().permute(1, 2, 0).numpy())
+
+
+def save_grid(path, images, columns=8):
+    """A PNG of images (B,3,H,W), row by row, with white lines between."""
+    frame = (1, 1, 1, 1, 0, 0, 0, -len(images) % columns)
+    images = torch.nn.functional.pad(images, frame, value=1.0)
+    rows = images.unflatten(0, (-1, columns)).permute(2, 0, 3, 1, 4)      # (3,rows,H,columns,W)
+    picture(rows.flatten(3).flatten(1, 2)).save(f"{path}.part", format="PNG")
     os.replace(f"{path}.part", path)
 
 
-def evaluate(pipe, name, held, sigmas, rewards, micro_batch, size, guidance=1.0, keep=16):
+def evaluate(pipe, name, held, sigmas, rewards, micro_batch, size, guidance=1.0, keep=16,
+             files=None):
     """Scores (m, n) float64 of one image per prompt under one adapter; the first `keep` images.
-
-    held: prompts, metadata, their embeddings, those of "". Noise depends on the prompt's index
-    alone, so every policy and any number of processes sees the same; nothing is padded."""
+    held: prompts, metadata, their embeddings, those of ""; files: where to write pictures. Noise
+    depends on the prompt's index alone, whatever the policy and the processes; no padding."""
     rank, world, device = processes()
     prompts, metadata, text, empty = held
     use(pipe.transformer, name)
@@ -266,129 +268,179 @@ def evaluate(pipe, name, held, sigmas, rewards, micro_batch, size, guidance=1.0,
         images = decode(pipe, sample(pipe, words, sigmas, noise, guidance, empty))
         shown = [i for i in index if i < len(kept)]
         kept[shown] = images[:len(shown)]
+        for i, x in zip(index, images if files else ()):
+            picture(x).save(files[i])
         scores[:, index] = score(rewards, images, [prompts[i] for i in index],
                                  [metadata[i] for i in index])
     return summed(scores, device), summed(kept, device)
 
 
-def paired(before, after):
-    """Mean of before, of after, of the difference, and the standard error of that, over (n,).
-
-    A pair with a score that is not finite is left out."""
-    both = before.isfinite() & after.isfinite()
-    before, after = before[both], after[both]
-    gap = after - before
-    return [x.item() for x in (before.mean(), after.mean(), gap.mean(),
-                               gap.std() / len(gap) ** 0.5)]
-
-
 def table(before, after, names, judges):
-    """Markdown lines: base, trained, paired difference with its standard error for each reward."""
+    """Markdown lines from scores (m, n): mean of base and trained, mean of the paired difference
+    and its standard error. A pair with a score that is not finite is left out."""
     m = len(names) - len(judges)
-    rows = [("sum of rewards", before[:m].sum(0), after[:m].sum(0))]
-    rows += [(f"{n} (judge)" if n in judges else n, before[i], after[i])
-             for i, n in enumerate(names)]
+    rows = {"sum of rewards": (before[:m].sum(0), after[:m].sum(0))}
+    rows |= {n + " (judge)" * (n in judges): x for n, *x in zip(names, before, after)}
     lines = [f"| n = {before.shape[1]} | base | trained | difference |", "|---|---|---|---|"]
-    for name, b, a in rows:
-        mean_b, mean_a, gap, error = paired(b, a)
-        lines.append(f"| {name} | {mean_b:.3f} | {mean_a:.3f} | {gap:+.3f} +- {error:.3f} |")
+    for name, pair in rows.items():
+        both = torch.stack(pair)                                          # (2,n)
+        b, a = both[:, both.isfinite().all(0)]
+        lines.append(f"| {name} | {b.mean():.3f} | {a.mean():.3f} | {(a - b).mean():+.3f} +- "
+                     f"{(a - b).std() / len(a) ** 0.5:.3f} |")
     return lines
 
 
-def kind_of(args):
-    """What runs of different seeds have in common: kind of weights and budgets."""
-    return f"{args['weights']} {','.join(f'{x:g}' for x in args['lam'])}"
-
-
 def plot_runs(path, runs):
-    """PNG: held-out sum of rewards over epochs, one line per kind of weights, mean and range."""
+    """PNG: held-out rewards and their sum over epochs, a line per kind of weights, mean and range
+    over seeds (one run: +- 1 standard error); at the right the loss by step in the last epoch."""
     from matplotlib.figure import Figure
-    curves = {}
+    kinds, names = {}, next(iter(runs.values()))["names"]
     for run, args in runs.items():
         lines = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
-        shown = {x["epoch"]: sum(x["eval"]) for x in lines if "eval" in x}
-        curves.setdefault(kind_of(args), []).append(shown)
-    axes = Figure(figsize=(6, 4), layout="constrained").add_subplot()
-    for kind, seeds in curves.items():
-        epochs = sorted(set.intersection(*map(set, seeds)))
-        values = torch.tensor([[seed[e] for e in epochs] for seed in seeds])      # (seeds, epochs)
-        axes.plot(epochs, values.mean(0), "o-", label=f"{kind}, {len(seeds)} seeds")
-        axes.fill_between(epochs, values.amin(0), values.amax(0), alpha=0.2)
-    axes.set(xlabel="epoch", ylabel="held-out sum of rewards", title="mean and range over seeds")
-    axes.legend()
-    axes.figure.savefig(f"{path}.part", format="png", dpi=100)
+        kinds.setdefault(args["kind"], []).append(list(lines))
+    figure = Figure(figsize=(2.6 * len(names) + 5.2, 3), layout="constrained")
+    axes = figure.subplots(1, len(names) + 2)
+    for kind, seeds in kinds.items():
+        shown = [{x["epoch"]: x for x in lines if "eval" in x} for lines in seeds]
+        epochs = sorted(set.intersection(*map(set, shown)))
+        y, e = (torch.tensor([[seed[k][what] for k in epochs] for seed in shown]).double()
+                for what in ("eval", "eval_stderr"))                      # (seeds, epochs, m)
+        y = torch.cat([y, y.sum(2, keepdim=True)], 2)                     # the sum has no error
+        e = torch.nn.functional.pad(e, (0, 1)) * (len(seeds) == 1)
+        for axis, mid, low, high in zip(axes, y.mean(0).T, (y - e).amin(0).T, (y + e).amax(0).T):
+            axis.plot(epochs, mid, "o-", ms=3, label=f"{kind}, {len(seeds)} seeds")
+            axis.fill_between(epochs, low, high, alpha=0.2)
+        last = [[x["loss_by_step"] for x in lines if "loss_by_step" in x][-1] for lines in seeds]
+        axes[-1].plot(torch.tensor(last).mean(0), "o-", ms=3)
+    axes[-2].legend(fontsize=7)
+    for axis, title in zip(axes, [*names, "held-out sum, over epochs", "loss by step, from noise"]):
+        axis.set_title(title, fontsize=9)
+        axis.xaxis.get_major_locator().set_params(integer=True)
+    figure.savefig(f"{path}.part", format="png", dpi=90)
     os.replace(f"{path}.part", path)
+
+
+def newest_checkpoint(run, say=print):
+    """Folder, epoch and step of a run's last checkpoint whose files have their stored sha256;
+    damaged ones are passed over aloud. ValueError: there is no whole one."""
+    for folder in sorted(Path(run).glob("checkpoint-*[0-9]"), reverse=True):
+        try:
+            state = json.loads((folder / "state.json").read_text())
+            for name in ("pytorch_lora_weights.safetensors", "state.safetensors"):
+                if hashlib.sha256((folder / name).read_bytes()).hexdigest() != state[name]:
+                    raise ValueError(f"{name} is not what was saved")
+            return folder, int(state["epoch"]), int(state["step"])
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            say(f"{folder} is damaged and passed over: {error!r:.200}")
+    raise ValueError(f"{run}: not a run folder of train.py with a whole checkpoint")
+
+
+def read_scores(file, n):
+    """Scores (n,) of a judge that ran elsewhere: a line {"index", "score"} for each picture.
+    ValueError: an index that is missing, double or foreign; a score that is no finite number."""
+    try:
+        lines = map(json.loads, Path(file).read_text(encoding="utf-8-sig").splitlines())
+        pairs = sorted((x["index"], float(x["score"])) for x in lines)
+    except (ValueError, KeyError, TypeError):
+        raise ValueError(f'{file}: expected lines {{"index": .., "score": ..}}') from None
+    index, scores = ([pair[k] for pair in pairs] for k in (0, 1))
+    if index != list(range(n)) or not all(map(math.isfinite, scores)):
+        raise ValueError(f"{file}: expected each index from 0 to {n - 1} once, scores finite")
+    return torch.tensor(scores, dtype=torch.float64)
+
+
+def sample_runs(args, runs):
+    """Scores of the base and every run at equal prompts and noise: what results.json holds."""
+    (rank, _, device), first, shown = processes(), runs[args.runs[0]], []
+    for key in "model rewards eval_list eval_steps guidance size dtype t5 text_tokens".split():
+        for run, own in runs.items():
+            if own[key] != first[key]:
+                raise ValueError(f"{run}: {key} {own[key]} differs from {args.runs[0]}'s")
+    code = set(re.findall(r"([^,]*)\.py:", f"{first['rewards']},{first['judges']}")) - {"toy"}
+    if code and None in (args.rewards, args.judges):
+        raise ValueError(f"{args.runs[0]} names code, {code}.py: if you trust it, give --rewards "
+                         "and --judges yourself")
+    rewards, judges = (load_rewards(first[key] if own is None else own, device)
+                       for key, own in (("rewards", args.rewards), ("judges", args.judges)))
+    both = rewards | {k: f for k, f in judges.items() if k not in rewards}
+    lists = load_prompts(first["eval_list"], both.values())
+    prompts, metadata = (x[:args.eval_prompts] for x in lists)
+    pipe = load_pipeline(first["model"], getattr(torch, first["dtype"]), True, first["t5"])
+    for k, run in enumerate(runs):
+        load_lora(pipe, newest_checkpoint(run)[0], f"run{k}")
+    text, empty = encode_prompts(pipe, [prompts, [""]], first["text_tokens"], device)
+    n, scores, lines, folder = len(prompts), {}, [], args.out / "images"
+    folder.mkdir(parents=True, exist_ok=True)
+    for k, name in enumerate(["base", *map(str, runs)]):
+        if rank == 0:
+            print(f"evaluating {name} on {n} prompts", flush=True)
+        lines += [x | {"index": i, "run": name, "file": f"{i:06d}.png"}
+                  for i, x in enumerate(metadata, k * n)]
+        scores[name], images = evaluate(
+            pipe, f"run{k - 1}" if k else None, (prompts, metadata, text, empty),
+            noise_levels(pipe, first["eval_steps"]), both, first["micro_batch"], first["size"],
+            first["guidance"], 12, [folder / x["file"] for x in lines[-n:]])
+        shown.append(images)
+    if rank == 0:
+        save_grid(args.out / "grid.png", torch.cat(shown), 12)
+        write(folder / "prompts.jsonl", "".join(json.dumps(x) + "\n" for x in lines))
+    return {"rewards": [*rewards], "judges": [*both][len(rewards):], "prompts": prompts,
+            "sources": {k: getattr(f, "source", "") for k, f in both.items()},
+            "runs": {str(k): v for k, v in runs.items()},
+            "scores": {k: v.tolist() for k, v in scores.items()}}
 
 
 def main(argv=None):
     """Score the base and every run on the same prompts and noise; write the table and pictures."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0],
                                      formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-    parser.error = lambda error: parser.exit(2, f"evaluate.py: {str(error).splitlines()[0]}\n")
-    parser.add_argument("runs", nargs="+", type=Path, help="run folders of train.py, one model")
-    parser.add_argument("--eval-prompts", type=int, default=256, help="held-out prompts, 2 or more")
-    parser.add_argument("--judges", help="held-out rewards (default: those of the first run)")
-    parser.add_argument("--out", type=Path, default=Path("runs/evaluation"), help="folder to write")
+    parser.error, add = lambda error: stop("evaluate.py", error), parser.add_argument
+    add("runs", nargs="+", type=Path, help="run folders of train.py, one model")
+    add("--eval-prompts", type=int, default=256, help="held-out prompts, 2 or more")
+    add("--rewards", help="comma list (default: those of the first run)")
+    add("--judges", help="held-out rewards (default: those of the first run)")
+    add("--scores", action="append", default=[], metavar="NAME=FILE", help="add a judge to the "
+        'results in --out: {"index", "score"} for every picture of OUT/images/prompts.jsonl')
+    add("--out", type=Path, default=Path("runs/evaluation"), help="folder to write")
     args = parser.parse_args(argv)
-    rank, world, device = processes()
     try:
-        if args.eval_prompts < 2:
-            raise ValueError(f"--eval-prompts {args.eval_prompts}: expected at least 2")
-        if len(set(args.runs)) < len(args.runs):
-            raise ValueError("runs: expected every run once")
-        for run in args.runs:
-            if not (run / "latest").is_file():
-                raise ValueError(f"{run}: not a run folder of train.py with a checkpoint")
-        runs = {run: json.loads((run / "args.json").read_text()) for run in args.runs}
-        first = runs[args.runs[0]]
-        for key in ("model", "rewards", "eval_list", "eval_steps", "guidance", "size", "dtype",
-                    "text_tokens"):
-            for run, own in runs.items():
-                if own[key] != first[key]:
-                    raise ValueError(f"{run}: {key} {own[key]} differs from {args.runs[0]}'s")
-        names = load_rewards(split(first["rewards"]), device)
-        judges = load_rewards(split(first["judges"] if args.judges is None else args.judges),
-                              device)
-        judges = {k: f for k, f in judges.items() if k not in names}
-        prompts, metadata = (x[:args.eval_prompts] for x in load_prompts(first["eval_list"]))
-        pipe = load_pipeline(first["model"], getattr(torch, first["dtype"]), device)
-        for k, run in enumerate(runs):
-            folder = run / (run / "latest").read_text()
-            load_lora(pipe, folder, f"run{k}")
-    except (ValueError, OSError, KeyError) as error:
+        if args.eval_prompts < 2 or len(set(args.runs)) < len(args.runs):
+            raise ValueError(f"--eval-prompts {args.eval_prompts}: expected 2 or more, runs once")
+        runs = {newest_checkpoint(run)[0].parent: json.loads((run / "args.json").read_text())
+                for run in args.runs}
+        results = json.loads((args.out / "results.json").read_text()) if args.scores else (
+            sample_runs(args, runs))                       # --scores draws nothing again
+        if list(results["runs"]) != list(map(str, runs)):
+            raise ValueError(f"--out {args.out}: holds {list(results['runs'])}")
+        for spec in args.scores:
+            (name, _, file), n = spec.partition("="), len(results["prompts"])
+            if not name.isidentifier() or name in results["rewards"] + results["judges"]:
+                raise ValueError(f"--scores {spec}: expected a new name, then =FILE")
+            new = read_scores(file, n * (1 + len(runs))).split(n)
+            results["judges"].append(name)
+            for rows, row in zip(results["scores"].values(), new):
+                rows.append(row.tolist())
+    except (ValueError, OSError, KeyError, TypeError, SafetensorError) as error:
         parser.error(error)
-    text, empty = (encode_prompts(pipe, x, first["text_tokens"]) for x in (prompts, [""]))
-    sigmas, scores, shown = noise_levels(pipe, first["eval_steps"]), {}, []
-    for name in ["base", *runs]:
-        if rank == 0:
-            print(f"evaluating {name} on {len(prompts)} prompts", flush=True)
-        adapter = None if name == "base" else f"run{list(runs).index(name)}"
-        scores[str(name)], images = evaluate(
-            pipe, adapter, (prompts, metadata, text, empty), sigmas, names | judges,
-            first["micro_batch"], first["size"], first["guidance"], keep=12)
-        shown.append(images)
-    if rank:
+    if processes()[0]:
         return
-    args.out.mkdir(parents=True, exist_ok=True)
-    m, base, lines, groups = len(names), scores["base"], [], {}
+    names, judges, lines = results["rewards"], results["judges"], []
+    scores = {k: torch.tensor(v, dtype=torch.float64) for k, v in results["scores"].items()}
+    m, base, groups = len(names), scores["base"], {"base": [scores["base"].nanmean(1)]}
     for run, own in runs.items():
-        lines += [f"## {run} ({kind_of(own)}, seed {own['seed']})", ""]
-        lines += [*table(base, scores[str(run)], [*names, *judges], list(judges)), ""]
-        groups.setdefault(kind_of(own), []).append(scores[str(run)].nanmean(1))
-    lines += ["## means over runs", "", "| weights | runs | sum of rewards | "
-              + " | ".join([*names, *(f"{j} (judge)" for j in judges)]) + " |",
-              "|---" * (3 + m + len(judges)) + "|"]
-    for kind, means in {"base": [base.nanmean(1)], **groups}.items():
+        lines += [f"## {run} ({own['kind']}, seed {own['seed']})", ""]
+        lines += [*table(base, scores[str(run)], names + judges, judges), ""]
+        groups.setdefault(own["kind"], []).append(scores[str(run)].nanmean(1))
+    columns = ["weights", "runs", "sum of rewards", *names, *(f"{j} (judge)" for j in judges)]
+    lines += ["## means over runs", "", f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
+    for kind, means in groups.items():
         mean = torch.stack(means)                                         # (runs, m + judges)
         total = mean[:, :m].sum(1)
         spread = f" +- {total.std() / len(total) ** 0.5:.3f}" if len(total) > 1 else ""
         cells = " | ".join(f"{x:.3f}" for x in mean.mean(0))
         lines.append(f"| {kind} | {len(means)} | {total.mean():.3f}{spread} | {cells} |")
-    (args.out / "table.md").write_text("\n".join(lines) + "\n")
-    (args.out / "results.json").write_text(json.dumps({
-        "rewards": [*names], "judges": [*judges], "runs": {str(k): v for k, v in runs.items()},
-        "prompts": prompts, "scores": {k: v.tolist() for k, v in scores.items()}}))
-    save_grid(args.out / "grid.png", torch.cat(shown), 12)
+    write(args.out / "table.md", "\n".join(lines) + "\n")
+    write(args.out / "results.json", json.dumps(results))
     plot_runs(args.out / "curves.png", runs)
     print("\n".join(lines))
     print(f"wrote {args.out}: table.md, results.json, curves.png, grid.png (rows: base, runs)")

@@ -70,8 +70,8 @@ def _integers(name, value, like):
     except (TypeError, ValueError, RuntimeError):
         raise ValueError(f"{name}: expected integers, got {value!r:.60}") from None
     if value.shape != like.shape or value.dtype.is_floating_point or value.dtype == torch.bool:
-        got = f"{value.dtype} of shape {tuple(value.shape)}"
-        raise ValueError(f"{name}: expected {len(like)} integers, got {got}")
+        raise ValueError(f"{name}: expected {len(like)} integers, got {value.dtype} of shape "
+                         f"{tuple(value.shape)}")
     return value
 
 

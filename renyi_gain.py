@@ -36,9 +36,7 @@ def _level(t, x):
 
 def noised(x0, t, noise):
     """x_t = (1 - t) x0 + t noise, the path of the rectified flow (paper 3.1), in the dtype of x0.
-
-    x0, noise (B, ...); t in [0, 1], 0 = data, one number or (B,). ValueError for any other t.
-    """
+    x0, noise (B, ...); t in [0, 1], 0 = data, one number or (B,). ValueError for any other t."""
     t = _level(t, x0)
     return ((1 - t) * x0 + t * noise).to(x0.dtype)  # (B, ...)
 
@@ -56,10 +54,8 @@ def noised(x0, t, noise):
 # Test: test_ancestral_sampler_reaches_the_exact_posterior_as_steps_shrink
 def ancestral_step(x, v, t, s, noise):
     """One stochastic step from level t to the cleaner level s (ours: DDPM's, for this path).
-
     x, v, noise (B, ...), v = (noise - x0) as predicted; 0 <= s < t <= 1, numbers or (B,).
-    Returns x_s (B, ...) in the dtype of x; s = 0 gives x0_hat itself. ValueError unless s < t.
-    """
+    Returns x_s (B, ...) in the dtype of x; s = 0 gives x0_hat itself. ValueError unless s < t."""
     t, s = _level(t, x), _level(s, x)
     if not (s < t).all():
         raise ValueError(f"a step goes from noise to data, s < t; got t = {t}, s = {s}")
@@ -176,7 +172,6 @@ def _divergence(top, bottom, power, alpha, pool, weight):
 
 def renyi_divergence(R, alpha=2.0, estimator="positive", pool="all"):
     """D (m, T+1) in nats, float64, 0 in pure noise: what a reward has decided by each level.
-
     R (m, T+1, P, N, K), finite, >= 0; at the last level all K entries are the clean sample's own.
     estimator: "positive", states from a proposal pi+ (paper 3.3, B.1); "self", from the policy,
     plug-in (B.3); "pair", from the policy, moments unbiased (ours; alpha = 2, N >= 2).
@@ -184,8 +179,7 @@ def renyi_divergence(R, alpha=2.0, estimator="positive", pool="all"):
     "prompt" (ours), the mean of one log each: N >= 16, still biased by noise; a prompt whose
     moment is not positive at some level is dropped for that reward, with a warning.
     ValueError: alpha not finite, <= 0 or 1; bad R (names the reward row); a zero mu at alpha < 1
-    under "positive"; a pooled moment that is zero or, by the noise of "pair", negative.
-    """
+    under "positive"; a pooled moment that is zero or, by the noise of "pair", negative."""
     R = _checked(R, alpha, estimator, pool)
     weight = R.new_full((1, R.shape[2]), 1 / R.shape[2])
     D, kept = _divergence(*_moments(R, alpha, estimator), alpha, pool, weight)
@@ -203,10 +197,8 @@ def renyi_gain(D):
 
 def monotone(D):
     """The nearest D (m, T+1) that never falls toward data, minus its column 0: no gain < 0.
-
     Ours, justified by Theorem 3.1. Least squares, equal weights; what pool-adjacent-violators
-    finds, in closed form: fit_j = max over a <= j of min over b >= j of mean(D_a .. D_b).
-    """
+    finds, in closed form: fit_j = max over a <= j of min over b >= j of mean(D_a .. D_b)."""
     index = torch.arange(D.shape[-1], device=D.device)
     ahead = index >= index[:, None]  # (T+1, T+1), row a, column b
     ends = torch.nn.functional.pad(D.double().cumsum(-1), (1, 0))  # (m, T+2)
@@ -218,11 +210,9 @@ def monotone(D):
 
 def bootstrap_stderr(R, alpha=2.0, estimator="positive", pool="all", n_boot=200, seed=0):
     """Standard errors, (m, T+1) of D and (m, T) of the gain, in nats, over prompts (ours).
-
     Prompts are redrawn, the same ones for all levels and rewards, and everything is recomputed
     from their moments; ddof 1. NaN for P = 1 and, with a warning, for a reward that has no positive
-    moment in some redraw. Arguments and ValueErrors as renyi_divergence.
-    """
+    moment in some redraw. Arguments and ValueErrors as renyi_divergence."""
     R = _checked(R, alpha, estimator, pool)
     P = R.shape[2]
     drawn = torch.randint(P, (n_boot, P), generator=torch.Generator().manual_seed(seed))

@@ -150,13 +150,11 @@ def main(argv=None):
     """The command line: a curve file and budgets in; W, its marginals and its residual out."""
     from safetensors import SafetensorError, safe_open
 
-    def budgets(text):
-        return [float(number) for number in text.split(",")]
-
     parser = argparse.ArgumentParser(usage="sinkhorn.py CURVE --lam 2,1,1,1 [--tau 1] [--plot PNG]")
     parser.error = lambda message: parser.exit(2, f"error: {message}; usage: {parser.usage}\n")
     parser.add_argument("curve", help="curve file (.safetensors) written by estimate.py")
-    parser.add_argument("--lam", type=budgets, required=True, help="budgets >= 0: 2,1,1,1")
+    parser.add_argument("--lam", required=True, help="budgets >= 0: 2,1,1,1",
+                        type=lambda text: [float(number) for number in text.split(",")])
     parser.add_argument("--tau", type=float, default=1.0, help="temperature > 0 (default 1)")
     parser.add_argument("--plot", help="PNG to write (default: none)")
     args = parser.parse_args(argv)

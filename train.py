@@ -18,46 +18,30 @@ Differences from DiffusionNFT's public loop
 """
 
 import argparse
+import hashlib
 import json
 import os
 import shutil
+import signal
 import time
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError, safe_open
+import torch.distributed as dist
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from tqdm import tqdm
 
+from estimate import load_curve
 from evaluate import (
-    HERE,
-    MODELS,
-    SD35,
-    SETTINGS,
-    choose_model,
-    chunks,
-    decode,
-    encode_prompts,
-    evaluate,
-    generator,
-    latent_shape,
-    load_pipeline,
-    load_prompts,
-    noise_levels,
-    normal,
-    processes,
-    sample,
-    save_grid,
-    split,
-    summed,
-    table,
-    use,
-    velocity,
-)
+    HERE, MODELS, SETTINGS, choose_model, chunks, decode, encode_prompts, evaluate, generator,
+    latent_shape, load_pipeline, newest_checkpoint, noise_levels, normal, plot_runs, processes,
+    sample, save_grid, stop, summed, table, use, velocity, write)
 from nft_loss import credit, group_advantage, nft_loss, old_policy_decay, optimality
 from renyi_gain import noised
-from rewards import load_rewards, score
+from rewards import load_prompts, load_rewards, score
 from sinkhorn import row_weights, sinkhorn
 
 TARGETS = ["attn." + n for n in ("to_q", "to_k", "to_v", "to_out.0", "add_q_proj", "add_k_proj",
@@ -69,6 +53,7 @@ FLAGS = [
     ("eval-prompts", int, 2, 100000, 192, 256, "held-out prompts of an evaluation, one image each"),
     ("eval-every", int, 0, 10**6, 5, 20, "epochs between evaluations, 0: never"),
     ("save-every", int, 1, 10**6, 10, 20, "epochs between checkpoints"),
+    ("keep", int, 1, 10**6, 3, 3, "checkpoints to keep, the newest"),
     ("epochs", int, 1, 10**6, 20, 300, "epochs, counted from the start of the run"),
     ("prompts-per-epoch", int, 1, 10**6, 16, 48, "prompts P of an epoch"),
     ("images-per-prompt", int, 2, 10**6, 12, 24, "images per prompt, the group of the advantage"),
@@ -83,32 +68,15 @@ FLAGS = [
     ("kl-weight", float, 0, 1e9, 1e-4, 1e-4, "weight of |v - v_base|^2, mean per element"),
     ("max-grad-norm", float, 1e-9, 1e9, 1.0, 1.0, "gradient clipping"),
     ("guidance", float, 0, 100, 1.0, 1.0, "guidance scale of sampling and evaluation, 1: off"),
-    ("size", int, 8, 4096, MODELS["toy"]["size"], MODELS[SD35]["size"], "image side in pixels"),
-    ("text-tokens", int, 0, 512, MODELS["toy"]["text_tokens"], MODELS[SD35]["text_tokens"],
-     "T5 tokens; zeros where there is no third encoder"),
+    ("size", int, 8, 4096, 64, 512, "image side in pixels"),
+    ("text-tokens", int, 0, 512, 0, 256, "T5 tokens; zeros where there is no third encoder"),
+    ("t5", int, 0, 1, 0, 1, "1: load the third text encoder; 0: zeros in its place"),
+    ("checkpointing", int, 0, 1, 0, 1, "1: recompute activations in the backward pass"),
+    ("compile", int, 0, 1, 0, 0, "1: torch.compile the transformer"),
     ("tau", float, 1e-3, 1e9, 1.0, 1.0, "temperature of the Sinkhorn kernel"),
     ("decay", int, 1, 2, 1, 1, "recipe of the old policy's decay, 1 or 2 (used with beta .1)"),
     ("seed", int, 0, 2**31, 0, 0, "seed"),
 ]
-
-
-def load_curve(args, names, sigmas):
-    """gain (m, T) of --curve, rows in the order of names (NaN: not in it), for these sigmas."""
-    path = args.curve
-    advice = (f"make one with `python estimate.py --model {args.model} --setting {args.setting} "
-              f"--steps {args.steps} --rewards {args.rewards} --out FILE` or use --weights static")
-    if not Path(path).is_file():
-        raise ValueError(f"--curve {path}: not there; {advice}")
-    with safe_open(path, "pt") as file:
-        known = (file.metadata() or {}).get("rewards", "").split(",")
-        gain, levels = file.get_tensor("gain").double(), file.get_tensor("sigmas").float()
-    if levels.shape != sigmas.shape or not torch.allclose(levels, sigmas, atol=1e-4):
-        raise ValueError(f"--curve {path}: for {len(levels) - 1} steps, sigmas {levels[1:3]}..., "
-                         f"not {len(sigmas) - 1} with {sigmas[1:3]}...; {advice}")
-    if gain.shape != (len(known), len(sigmas) - 1) or not set(known) & set(names):
-        raise ValueError(f"--curve {path}: has rewards {known}, none of {names}; {advice}")
-    flat = torch.full_like(gain[0], torch.nan)
-    return torch.stack([gain[known.index(n)] if n in known else flat for n in names])
 
 
 def adapter(net, name):
@@ -117,18 +85,19 @@ def adapter(net, name):
 
 
 def summary(scores):
-    """Mean and standard error of each row of scores (m, n), over what is finite, for the log."""
+    """Mean and standard error of each row of scores (m, n), over what is finite."""
     good = [row[row.isfinite()] for row in scores]
     return {"eval": [x.mean().item() for x in good],
             "eval_stderr": [x.std().item() / len(x) ** 0.5 for x in good]}
 
 
-def check_same(args, stored, fail):
-    """A resumed run goes on as it began, but for how long, how often and where."""
-    free = "epochs eval_every save_every out resume dry_run why curve judges".split()
+def check_same(args, stored):
+    """A resumed run goes on as it began, but for how long, how often and where; else ValueError."""
+    free = "epochs eval_every save_every keep out resume dry_run why curve judges offline".split()
     for key, value in vars(args).items():
         if key not in free and stored.get(key) != value:
-            fail(f"--{key.replace('_', '-')} {value}: the run began with {stored.get(key)}")
+            raise ValueError(f"--{key.replace('_', '-')} {value}: the run began with "
+                             f"{stored.get(key)}")
 
 
 @torch.no_grad()
@@ -138,70 +107,54 @@ def blend(slow, fast, d):
         a.lerp_(b, 1 - d)
 
 
-def save_checkpoint(out, epoch, step, net, opt):
-    """out/checkpoint-EPOCH: the EMA as a LoRA that diffusers loads, and the state to resume from.
-
-    Written beside its place and renamed; out/latest is written last."""
-    from diffusers import StableDiffusion3Pipeline
+def snapshot(net, opt):
+    """What a checkpoint holds, copied to the CPU: the EMA as diffusers wants it, and the state."""
     from peft import get_peft_model_state_dict
-    final, part = out / f"checkpoint-{epoch:05d}", out / f"checkpoint-{epoch:05d}.part"
-    part.mkdir(exist_ok=True)
-    StableDiffusion3Pipeline.save_lora_weights(
-        part, transformer_lora_layers=get_peft_model_state_dict(net, adapter_name="ema"),
-        transformer_lora_adapter_metadata=net.peft_config["ema"].to_dict())
-    state = {f"{name}.{k}": p.detach() for name in ("default", "old", "ema")
-             for k, p in enumerate(adapter(net, name))}
+    state = {n: p for n, p in net.named_parameters() if "lora_" in n}
     for k, moments in opt.state_dict()["state"].items():
         state |= {f"adam.{k}.{key}": value for key, value in moments.items()}
-    save_file({k: v.contiguous() for k, v in state.items()}, part / "state.safetensors")
-    (part / "state.json").write_text(json.dumps({"epoch": epoch, "step": step}))
-    shutil.rmtree(final, ignore_errors=True)         # left by a run killed before it wrote `latest`
+    return [{k: v.detach().to("cpu", copy=True).contiguous() for k, v in part.items()}
+            for part in (get_peft_model_state_dict(net, adapter_name="ema"), state)]
+
+
+def save_checkpoint(out, keep, epoch, step, lora, state, config):
+    """out/checkpoint-EPOCH: a LoRA that diffusers loads, the state to resume from, checksums.
+    Written beside its place, flushed, renamed; older ones than `keep` go last. OSError or
+    SafetensorError: not written, and what was there is still there."""
+    from diffusers import StableDiffusion3Pipeline
+    final, part = out / f"checkpoint-{epoch:05d}", out / f"checkpoint-{epoch:05d}.part"
+    shutil.rmtree(part, ignore_errors=True)
+    part.mkdir()
+    StableDiffusion3Pipeline.save_lora_weights(
+        part, transformer_lora_layers=lora, transformer_lora_adapter_metadata=config)
+    save_file(state, part / "state.safetensors")
+    sums = {x.name: hashlib.sha256(x.read_bytes()).hexdigest() for x in part.iterdir()}
+    write(part / "state.json", json.dumps({"epoch": epoch, "step": step, **sums}))
+    for file in part.iterdir():
+        with file.open("rb") as written:
+            os.fsync(written.fileno())
+    shutil.rmtree(final, ignore_errors=True)         # a damaged one, or of a run that died here
     os.replace(part, final)
-    (out / "latest.part").write_text(final.name)
-    os.replace(out / "latest.part", out / "latest")
+    write(out / "latest", final.name)
+    for old in sorted(out.glob("checkpoint-*[0-9]"))[:-keep]:
+        shutil.rmtree(old)
 
 
-def load_checkpoint(folder, net, opt):
-    """Fill the three adapters and the optimiser; returns epoch, step."""
-    state = load_file(folder / "state.safetensors")
-    with torch.no_grad():
-        for name in ("default", "old", "ema"):
-            for k, p in enumerate(adapter(net, name)):
-                p.copy_(state[f"{name}.{k}"])
-    moments = {}
+def load_state(folder, net, opt):
+    """Fill the three adapters and the optimiser. KeyError, RuntimeError: of another model."""
+    state, moments = load_file(folder / "state.safetensors"), {}
+    net.load_state_dict({n: state[n] for n, _ in net.named_parameters() if "lora_" in n},
+                        strict=False)
     for key, value in state.items():
         if key.startswith("adam."):
-            _, k, what = key.split(".")
-            moments.setdefault(int(k), {})[what] = value
+            moments.setdefault(int(key.split(".")[1]), {})[key.split(".")[2]] = value
     opt.load_state_dict({"state": moments, "param_groups": opt.state_dict()["param_groups"]})
-    return tuple(json.loads((folder / "state.json").read_text())[k] for k in ("epoch", "step"))
-
-
-def plot_run(out, names, sigmas):
-    """out/plot.png: held-out rewards of the fixed evaluation and the loss by step."""
-    from matplotlib.figure import Figure
-    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
-    shown = [line for line in lines if "eval" in line]
-    figure = Figure(figsize=(10, 3.6), layout="constrained")
-    left, right = figure.subplots(1, 2)
-    for i, name in enumerate(names):
-        y, e = (torch.tensor([line[k][i] for line in shown]) for k in ("eval", "eval_stderr"))
-        left.errorbar([line["epoch"] for line in shown], y, e, label=name, capsize=2)
-    left.set(xlabel="epoch", ylabel="held-out reward", title="fixed evaluation, +- 1 stderr")
-    left.legend(fontsize=7)
-    levels = [f"{s:.2f}" for s in sigmas[:-1].tolist()]
-    for line in [x for x in lines if "loss_by_step" in x][::max(1, len(lines) // 4)]:
-        right.plot(levels, line["loss_by_step"], label=f"epoch {line['epoch']}")
-    right.set(xlabel="noise  <-  sigma  ->  data", ylabel="loss", title="loss by level")
-    right.legend(fontsize=7)
-    figure.savefig(out / "plot.png.part", format="png", dpi=90)
-    os.replace(out / "plot.png.part", out / "plot.png")
 
 
 def parse(argv):
     """Arguments with the defaults of the model, each checked against its range."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.error = lambda message: parser.exit(2, f"train.py: {str(message).splitlines()[0]}\n")
+    parser.error = lambda message: stop("train.py", message)
     add = parser.add_argument
     add("--lam", default="1,1,1,1", type=lambda text: [float(x) for x in text.split(",")],
         help="budgets >= 0, one per reward, in the order of --rewards (default 1,1,1,1)")
@@ -219,29 +172,28 @@ def parse(argv):
         help="std of the advantage (default global)")
     add("--dtype", choices=["float32", "bfloat16"], help="dtype of the frozen transformer")
     add("--out", default="runs/run", help="folder of the run (default runs/run)")
-    add("--resume", action="store_true", help="go on from the latest checkpoint of --out")
+    add("--resume", nargs="?", const="yes", choices=["yes", "auto"],
+        help="go on from the newest whole checkpoint of --out; auto: if there is one")
     add("--dry-run", action="store_true", help="print the plan and W, then stop")
     for name, kind, low, high, toy, sd35, text in FLAGS:
         add(f"--{name}", type=kind, help=f"{text}; {low} to {high} (toy {toy}, SD3.5 {sd35})")
     args = parser.parse_args(argv)
     key, args.why = choose_model(args, parser.error)
-    rewards, judges, stem = SETTINGS[key][args.setting]
     for name, _, low, high, *defaults, _ in FLAGS:
         dest = name.replace("-", "_")
-        value = getattr(args, dest)
-        if value is None:
-            setattr(args, dest, defaults[list(MODELS).index(key)])
-        elif not low <= value <= high:
-            parser.error(f"--{name} {value}: expected {low} to {high}")
-        elif name == "levels" and value > args.steps:
-            parser.error(f"--levels {value}: expected at most --steps {args.steps}")
-    args.levels = min(args.levels, args.steps)
-    args.rewards = rewards if args.rewards is None else args.rewards
-    args.judges = judges if args.judges is None else args.judges
-    args.prompts = args.prompts or str(HERE / f"prompts/{stem}-train.jsonl")
-    args.eval_list = args.eval_list or str(HERE / f"prompts/{stem}-heldout.jsonl")
-    stem = f"{Path(args.model).name}-{args.setting}"
-    args.curve = args.curve or str(HERE / f"curves/{stem}.safetensors")
+        if getattr(args, dest) is None:
+            default = defaults[list(MODELS).index(key)]
+            setattr(args, dest, min(default, args.steps) if name == "levels" else default)
+        high = min(high, args.steps) if name == "levels" else high
+        if not low <= getattr(args, dest) <= high:
+            parser.error(f"--{name} {getattr(args, dest)}: expected {low} to {high}")
+    *names, stem = SETTINGS[key][args.setting]
+    curve = f"curves/{Path(args.model).name}-{args.setting}.safetensors"
+    for dest, default in zip(("rewards", "judges", "prompts", "eval_list", "curve"), (
+            *names, *(str(HERE / x) for x in (
+                f"prompts/{stem}-train.jsonl", f"prompts/{stem}-heldout.jsonl", curve)))):
+        if getattr(args, dest) is None:
+            setattr(args, dest, default)
     return args, parser.error
 
 
@@ -253,21 +205,23 @@ def main(argv=None):
     say = print if rank == 0 else lambda *a, **k: None
     say(args.why)
     out, T = Path(args.out), args.steps
-    if args.resume != (out / "latest").exists() and not args.dry_run:
-        fail(f"--out {out}: " + ("no checkpoint to --resume from" if args.resume else
-                                 "a run is there; give --resume or another folder"))
-    if args.resume:
-        check_same(args, json.loads((out / "args.json").read_text()), fail)
     try:
-        rewards = load_rewards(split(args.rewards), device)
-        judges = load_rewards(split(args.judges), device)
+        there = any(out.glob("checkpoint-*[0-9]"))
+        if there and not args.resume and not args.dry_run:
+            raise ValueError(f"--out {out}: a run is there; give --resume or another folder")
+        saved = None                                          # checkpoint folder, epoch, step
+        if args.resume == "yes" or args.resume and there:
+            saved = newest_checkpoint(out, say)
+            check_same(args, json.loads((out / "args.json").read_text()))
+        rewards, judges = (load_rewards(x, device) for x in (args.rewards, args.judges))
         judges = {k: f for k, f in judges.items() if k not in rewards}
-        prompts, metadata = load_prompts(args.prompts)
-        held = tuple(x[:args.eval_prompts] for x in load_prompts(args.eval_list))
-        pipe = load_pipeline(args.model, getattr(torch, args.dtype), device, args.offline)
+        prompts, metadata = load_prompts(args.prompts, rewards.values())
+        both = rewards | judges
+        held = tuple(x[:args.eval_prompts] for x in load_prompts(args.eval_list, both.values()))
+        pipe = load_pipeline(args.model, getattr(torch, args.dtype), args.offline, args.t5)
         shape = latent_shape(pipe, args.size)                             # (C,h,w)
         grey = torch.full((1, 3, args.size, args.size), 0.5)
-        for name, f in (rewards | judges).items():                        # a first try, before work
+        for name, f in both.items():                          # a first try, before work
             for path, lists in ((args.prompts, (prompts, metadata)), (args.eval_list, held)):
                 try:
                     score({name: f}, grey, *(x[:1] for x in lists))
@@ -282,9 +236,11 @@ def main(argv=None):
     except (ValueError, OSError, SafetensorError) as error:
         fail(error)
     net, names, m = pipe.transformer, list(rewards), len(rewards)
+    kind = f"{args.weights} {','.join(f'{x:g}' for x in args.lam)}"
+    sources = {k: getattr(f, "source", "") for k, f in both.items()}
+    about = vars(args) | {"names": names, "kind": kind, "sources": sources}
     P = min(args.prompts_per_epoch, len(prompts))
-    B = P * args.images_per_prompt
-    parts = chunks(B, args.micro_batch)
+    parts = chunks(B := P * args.images_per_prompt, args.micro_batch)
     if args.updates > len(parts):
         fail(f"--updates {args.updates}: expected at most {len(parts)}, the chunks of an epoch")
     say(f"{args.weights} weights, budgets {args.lam}; W in 1/(mT), from noise to data:")
@@ -294,9 +250,6 @@ def main(argv=None):
     say(f"an epoch: {P} prompts x {args.images_per_prompt} images = {B}, in {len(parts)} chunks "
         f"over {world} processes; {args.updates} updates x about {B // args.updates} images x "
         f"{args.levels} levels")
-    if args.dry_run:
-        return
-
     from peft import LoraConfig
     for name in ("default", "old", "ema"):
         torch.manual_seed(args.seed)                                      # three equal adapters
@@ -308,21 +261,53 @@ def main(argv=None):
     use(net, "default")
     new, old, ema = (adapter(net, name) for name in ("default", "old", "ema"))
     opt = torch.optim.AdamW(new, lr=args.lr, betas=(0.9, 0.999), weight_decay=1e-4)
-    text, empty = (encode_prompts(pipe, x, args.text_tokens) for x in (prompts, [""]))
-    held = (*held, encode_prompts(pipe, held[0], args.text_tokens), empty)
-    eval_sigmas = noise_levels(pipe, args.eval_steps)
+    # Autograd keeps 57 bytes per token, channel and block (counted: test_the_memory_budget_counts),
+    # or, with checkpointing, the inputs of all blocks and the rest of one.
+    tokens, blocks = pipe.tokenizer_max_length + args.text_tokens, len(net.transformer_blocks)
+    tokens += shape[1] * shape[2] // pipe.patch_size**2
+    kept = blocks * net.dtype.itemsize + 57 if args.checkpointing else blocks * 57
+    kept *= args.micro_batch * tokens * net.inner_dim / 2**30
+    frozen = sum(p.nbytes for n, p in net.named_parameters() if "lora_" not in n) / 2**30
+    lora = 8 * sum(p.nbytes for p in new) / 2**30     # 3 adapters, gradient and its sum, 2 moments
+    say(f"GiB on each device: transformer {frozen:.3f}, adapters and optimiser {lora:.3f}, "
+        f"activations of {args.micro_batch} images {kept:.3f}")
+    if args.dry_run:
+        return
+    text, known, empty = encode_prompts(pipe, [prompts, held[0], [""]], args.text_tokens, device)
+    held, eval_sigmas = (*held, known, empty), noise_levels(pipe, args.eval_steps)
+    if args.checkpointing:
+        net.enable_gradient_checkpointing()
+    if args.compile:
+        net.compile()
     start = step = skipped = 0
-    if args.resume:
-        start, step = load_checkpoint(out / (out / "latest").read_text(), net, opt)
-        say(f"resuming {out} at epoch {start} of {args.epochs}")
-    if rank == 0:
-        out.mkdir(parents=True, exist_ok=True)
-        (out / "args.json").write_text(json.dumps(vars(args) | {"names": names}, indent=1))
-        save_file({"W": W, "gain": gain, "sigmas": sigmas, "lam": torch.tensor(args.lam)},
-                  out / "W.safetensors", {"rewards": ",".join(names)})
-        log = out / "metrics.jsonl"                  # a resumed run drops what it will do again
-        lines = log.read_text().splitlines() if start else []
-        log.write_text("".join(f"{x}\n" for x in lines if json.loads(x)["epoch"] < start))
+    try:
+        if saved:
+            folder, start, step = saved
+            load_state(folder, net, opt)
+            say(f"resuming {folder} at epoch {start} of {args.epochs}")
+        if rank == 0:
+            out.mkdir(parents=True, exist_ok=True)
+            write(out / "args.json", json.dumps(about, indent=1))
+            save_file({"W": W, "gain": gain, "sigmas": sigmas, "lam": torch.tensor(args.lam)},
+                      out / "W.safetensors", {"rewards": ",".join(names)})
+            log = out / "metrics.jsonl"              # a resumed run drops what it will do again
+            lines = log.read_text().splitlines() if start else []         # the last may be torn
+            write(log, "".join(f"{x}\n" for x in lines if x[-1:] == "}"
+                               and json.loads(x)["epoch"] < start))
+    except (OSError, SafetensorError, KeyError, RuntimeError) as error:
+        fail(f"--out {out}: {error}")
+
+    config = net.peft_config["ema"].to_dict()
+    last = (start, step, *snapshot(net, opt))                 # the last whole epoch
+
+    def interrupted(*_):
+        """SIGTERM or Ctrl-C: keep the last whole epoch, leave at once."""
+        if rank == 0 and last[0] > start:
+            save_checkpoint(out, args.keep, *last, config)
+        say(f"stopped; {out} keeps the {last[0]} epochs that are whole", flush=True)
+        os._exit(0)
+
+    handlers = {n: signal.signal(n, interrupted) for n in (signal.SIGTERM, signal.SIGINT)}
 
     for epoch in range(start, args.epochs):
         line = {"epoch": epoch, "step": step}
@@ -344,12 +329,17 @@ def main(argv=None):
         x0s = {}                                                          # chunk: clean latents
         mine = [c for c in range(len(parts)) if c // args.updates % world == rank]
         use(net, "old")
-        for c in tqdm(mine, f"sample {epoch}", leave=False, disable=rank > 0 or None):
-            index, pick = parts[c], of[parts[c]]
-            noise = normal(shape, args.seed, "sample", epoch, index=index).to(device)
-            x0s[c] = sample(pipe, tuple(e[pick] for e in text), sigmas, noise, args.guidance, empty)
-            raw[:, index] = score(rewards, decode(pipe, x0s[c]), [prompts[k] for k in pick],
-                                  [metadata[k] for k in pick])            # (m,b)
+        with ThreadPoolExecutor(1) as pool:              # scores a chunk while the next is drawn
+            jobs = {}
+            for c in tqdm(mine, f"sample {epoch}", leave=False, disable=rank > 0 or None):
+                index, pick = parts[c], of[parts[c]]
+                noise = normal(shape, args.seed, "sample", epoch, index=index).to(device)
+                words = tuple(e[pick] for e in text)
+                x0s[c] = sample(pipe, words, sigmas, noise, args.guidance, empty)
+                jobs[c] = pool.submit(score, rewards, decode(pipe, x0s[c]),
+                                      [prompts[k] for k in pick], [metadata[k] for k in pick])
+        for c, job in jobs.items():
+            raw[:, parts[c]] = job.result()                               # (m,b)
         raw, sampled = summed(raw, device), time.time() - clock           # (m,B)
 
         # -------------------------------------------------------- CREDIT
@@ -400,16 +390,20 @@ def main(argv=None):
             opt.step()
             blend(ema, new, 0.9)
         blend(old, new, old_policy_decay(step, args.decay))
+        bits = sum(p.view(torch.int32).sum(dtype=torch.int64) for p in new + old + ema)
+        if world * bits != summed(bits.clone(), device):
+            raise RuntimeError(f"epoch {epoch}: the weights of rank {rank} differ from others'")
 
         # -------------------------------------------------------- LOG
         log = summed(log, device)
         loss, kl, moved = (log[:3] / (B * args.levels)).tolist()
         good = [row[row.isfinite()] for row in raw]
         dead = [sum(bool(row[of == k].min() == row[of == k].max()) for k in plan) for row in raw]
-        for name, row in zip(names, good, strict=True):
-            if row.min() == row.max():
-                say(f"epoch {epoch}: reward {name} is {row[0]:.4g} for every image")
+        for name in (n for n, row in zip(names, good) if row.min() == row.max()):
+            say(f"epoch {epoch}: reward {name} is the same for every image")
         line |= {"reward": [x.mean().item() for x in good], "dead_groups": dead,
+                 "weights": bits.item(),
+                 "skipped": step - int(opt.state[new[0]].get("step", 0)),
                  "reward_std": [x.std().item() for x in good],
                  "not_finite": int((~raw.isfinite()).sum()), "r_min": r.min().item(),
                  "r_max": r.max().item(), "loss": loss, "kl": kl,
@@ -421,11 +415,19 @@ def main(argv=None):
             f"{moved:.3f}  grad {norm:.2f}  {line['seconds']:.1f} s")
 
         # -------------------------------------------------------- SAVE
+        last = (epoch + 1, step, *snapshot(net, opt))
         if rank == 0:
-            with (out / "metrics.jsonl").open("a") as file:
-                file.write(json.dumps(line) + "\n")
-            if (epoch + 1) % args.save_every == 0 or epoch + 1 == args.epochs:
-                save_checkpoint(out, epoch + 1, step, net, opt)
+            try:
+                with (out / "metrics.jsonl").open("a") as file:
+                    file.write(json.dumps(line) + "\n")
+                if (epoch + 1) % args.save_every == 0 or epoch + 1 == args.epochs:
+                    save_checkpoint(out, args.keep, *last, config)
+            except (OSError, SafetensorError) as error:
+                fail(f"--out {out}: cannot save epoch {epoch + 1}, the checkpoints before it are "
+                     f"whole: {error}")
+
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
 
     # ------------------------------------------------------------ REPORT: base -> trained
     say(f"final evaluation on {len(held[0])} held-out prompts, base and trained, with judges")
@@ -436,9 +438,11 @@ def main(argv=None):
             file.write(json.dumps({"epoch": args.epochs, **summary(after[0][:m])}) + "\n")
         save_grid(out / "base-and-trained.png", torch.cat([before[1], after[1]]), 16)
         lines = table(before[0], after[0], [*names, *judges], list(judges))
-        (out / "report.md").write_text("\n".join(lines) + "\n")
+        write(out / "report.md", "\n".join(lines) + "\n")
         say("\n".join(lines))
-        plot_run(out, names, sigmas)
+        plot_runs(out / "plot.png", {out: about})
+    if world > 1:
+        dist.destroy_process_group()
 
 
 if __name__ == "__main__":
