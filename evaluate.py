@@ -7,6 +7,7 @@ B images, n prompts, m rewards, T steps; sigmas (T+1,) noise levels, index 0 the
 """
 
 import argparse
+import atexit
 import hashlib
 import json
 import math
@@ -24,6 +25,7 @@ from tqdm import tqdm
 
 from rewards import load_prompts, load_rewards, score
 
+os.environ |= {"TRANSFORMERS_VERBOSITY": "error", "HF_HUB_DISABLE_TELEMETRY": "1"} | os.environ
 HERE = Path(__file__).resolve().parent
 SD35 = "stabilityai/stable-diffusion-3.5-medium"
 # Rewards, held-out judges and prompt lists of each model's settings, in the order of --lam.
@@ -54,9 +56,8 @@ def normal(shape, *key, index):
 
 
 def choose_model(args, fail):
-    """Set args.model, args.offline and what the model wants; returns its key in the tables (SD3.5's
-    for any other folder or hub name) and the first line to print. Without --model: SD3.5-Medium
-    where CUDA and its cached weights are, the miniature elsewhere."""
+    """Fill in what the model wants; returns its key in the tables (SD3.5's for any other) and a line
+    to print. No --model: SD3.5-Medium where CUDA and its cached weights are, else the toy."""
     args.offline, why = not args.model, "named"
     if not args.model:
         from huggingface_hub import try_to_load_from_cache
@@ -78,7 +79,6 @@ def load_pipeline(model, dtype, offline=False, t5=True):
     """StableDiffusion3Pipeline from a folder (also one beside this file) or a hub name, frozen, on
     the CPU. dtype is the transformer's and the encoders', the autoencoder's is float32; offline:
     the local cache only; t5 False: no third encoder. ValueError: no pipeline's folder."""
-    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     warnings.filterwarnings("ignore", "Already found a `peft_config`")    # adapters, on purpose
     import diffusers
     import transformers
@@ -205,8 +205,7 @@ def use(net, name):
 
 
 def chunks(n, size):
-    """Index lists of fixed size whatever the number of processes; a batch of another size would
-    change images by rounding, and a discrete reward with them."""
+    """Index lists of one size: a batch of another would change images, and rewards, by rounding."""
     return [list(range(k, min(k + size, n))) for k in range(0, n, size)]
 
 
@@ -225,6 +224,7 @@ def processes():
         store = dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
         dist.init_process_group("nccl" if gpus >= here else "gloo", store=store, rank=rank,
                                 world_size=world)
+        atexit.register(dist.destroy_process_group)   # else gloo may crash at the very end
     return rank, world, device
 
 

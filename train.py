@@ -29,7 +29,6 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from tqdm import tqdm
@@ -296,7 +295,6 @@ def main(argv=None):
                                and json.loads(x)["epoch"] < start))
     except (OSError, SafetensorError, KeyError, RuntimeError) as error:
         fail(f"--out {out}: {error}")
-
     config = net.peft_config["ema"].to_dict()
     last = (start, step, *snapshot(net, opt))                 # the last whole epoch
 
@@ -308,7 +306,6 @@ def main(argv=None):
         os._exit(0)
 
     handlers = {n: signal.signal(n, interrupted) for n in (signal.SIGTERM, signal.SIGINT)}
-
     for epoch in range(start, args.epochs):
         line = {"epoch": epoch, "step": step}
         # -------------------------------------------------------- EVALUATE, before training too
@@ -441,8 +438,6 @@ def main(argv=None):
         write(out / "report.md", "\n".join(lines) + "\n")
         say("\n".join(lines))
         plot_runs(out / "plot.png", {out: about})
-    if world > 1:
-        dist.destroy_process_group()
 
 
 if __name__ == "__main__":
