@@ -56,7 +56,7 @@ def normal(shape, *key, index):
 
 
 def choose_model(args, fail):
-    """Fill in what the model wants; returns its key in the tables (SD3.5's for any other) and a line
+    """Fill in what the model wants; returns its key in the tables (SD3.5's for others) and a line
     to print. No --model: SD3.5-Medium where CUDA and its cached weights are, else the toy."""
     args.offline, why = not args.model, "named"
     if not args.model:
