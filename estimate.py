@@ -266,8 +266,8 @@ def main(argv=None):
         os.replace(part, args.out)
         title = (f"{Path(args.model).name} {args.setting}, alpha {args.alpha:g}, {args.estimator}, "
                  f"{args.proposal}, P {P} N {N} K {K}, seed {args.seed}")
-        picture = args.out.with_suffix(".png")
-        plot_curves(picture, list(rewards), sigmas, gain, stderr, D, stderr_D, title)
+        plot_curves(args.out.with_suffix(".png"), list(rewards), sigmas, gain, stderr, D, stderr_D,
+                    title)
         for i, name in enumerate(rewards):
             if D[i, -1] <= 2 * stderr_D[i, -1]:
                 say(f"{name:>16}  total {D[i, -1]:.4f} +- {stderr_D[i, -1]:.4f} nats: no usable "
@@ -276,7 +276,7 @@ def main(argv=None):
             spread, peak = (gain[i] - gain[i].mean()).norm() / stderr[i].norm(), gain[i].argmax()
             say(f"{name:>16}  total {D[i, -1]:.4f} +- {stderr_D[i, -1]:.4f} nats, most at sigma "
                 f"{sigmas[peak]:.2f}-{sigmas[peak + 1]:.2f}, profile / its error {spread:.1f}")
-        say(f"wrote {args.out} and {picture.name}")
+        say(f"wrote {args.out} and its .png")
 
 
 if __name__ == "__main__":

@@ -26,7 +26,7 @@ from tqdm import tqdm
 from rewards import load_prompts, load_rewards, score
 
 os.environ |= {"TRANSFORMERS_VERBOSITY": "error", "HF_HUB_DISABLE_TELEMETRY": "1"} | os.environ
-HERE = Path(__file__).resolve().parent
+HERE, CHECKPOINT = Path(__file__).resolve().parent, "checkpoint-" + "[0-9]" * 5
 SD35 = "stabilityai/stable-diffusion-3.5-medium"
 # Rewards, held-out judges and prompt lists of each model's settings, in the order of --lam.
 SETTINGS = {
@@ -122,10 +122,10 @@ def encode_prompts(pipe, lists, tokens, device, batch=64):
         if part is not None:
             part.to(device)
     unique = list(dict.fromkeys(p for prompts in lists for p in prompts))
-    parts = [pipe.encode_prompt(unique[k:k + batch], None, None, max_sequence_length=tokens,
-                                do_classifier_free_guidance=False, device=device)[::2]
-             for k in range(0, len(unique), batch)]
-    whole, index = [torch.cat(e).cpu() for e in zip(*parts)], {p: k for k, p in enumerate(unique)}
+    parts = [[e.cpu() for e in pipe.encode_prompt(
+        unique[k:k + batch], None, None, max_sequence_length=tokens, device=device,
+        do_classifier_free_guidance=False)[::2]] for k in range(0, len(unique), batch)]
+    whole, index = [torch.cat(e) for e in zip(*parts)], {p: k for k, p in enumerate(unique)}
     pipe.text_encoder = pipe.text_encoder_2 = pipe.text_encoder_3 = part = parts = None
     torch.cuda.empty_cache()                          # does nothing without CUDA
     pipe.vae.to(device)
@@ -303,8 +303,8 @@ def plot_runs(path, runs):
     for kind, seeds in kinds.items():
         shown = [{x["epoch"]: x for x in lines if "eval" in x} for lines in seeds]
         epochs = sorted(set.intersection(*map(set, shown)))
-        y, e = (torch.tensor([[seed[k][what] for k in epochs] for seed in shown]).double()
-                for what in ("eval", "eval_stderr"))                      # (seeds, epochs, m)
+        y, e = (torch.tensor([[seed[k][what] for k in epochs] for seed in shown]).double().view(
+            len(seeds), len(epochs), len(names)) for what in ("eval", "eval_stderr"))
         y = torch.cat([y, y.sum(2, keepdim=True)], 2)                     # the sum has no error
         e = torch.nn.functional.pad(e, (0, 1)) * (len(seeds) == 1)
         for axis, mid, low, high in zip(axes, y.mean(0).T, (y - e).amin(0).T, (y + e).amax(0).T):
@@ -323,7 +323,7 @@ def plot_runs(path, runs):
 def newest_checkpoint(run, say=print):
     """Folder, epoch and step of a run's last checkpoint whose files have their stored sha256;
     damaged ones are passed over aloud. ValueError: there is no whole one."""
-    for folder in sorted(Path(run).glob("checkpoint-*[0-9]"), reverse=True):
+    for folder in sorted(Path(run).glob(CHECKPOINT), reverse=True):
         try:
             state = json.loads((folder / "state.json").read_text())
             for name in ("pytorch_lora_weights.safetensors", "state.safetensors"):
@@ -341,8 +341,8 @@ def read_scores(file, n):
     try:
         lines = map(json.loads, Path(file).read_text(encoding="utf-8-sig").splitlines())
         pairs = sorted((x["index"], float(x["score"])) for x in lines)
-    except (ValueError, KeyError, TypeError):
-        raise ValueError(f'{file}: expected lines {{"index": .., "score": ..}}') from None
+    except (OSError, ValueError, KeyError, TypeError):
+        raise ValueError(f'--scores {file}: expected lines {{"index": .., "score": ..}}') from None
     index, scores = ([pair[k] for pair in pairs] for k in (0, 1))
     if index != list(range(n)) or not all(map(math.isfinite, scores)):
         raise ValueError(f"{file}: expected each index from 0 to {n - 1} once, scores finite")
@@ -420,7 +420,7 @@ def main(argv=None):
             results["judges"].append(name)
             for rows, row in zip(results["scores"].values(), new):
                 rows.append(row.tolist())
-    except (ValueError, OSError, KeyError, TypeError, SafetensorError) as error:
+    except (ValueError, OSError, LookupError, TypeError, SafetensorError) as error:
         parser.error(error)
     if processes()[0]:
         return
@@ -441,8 +441,8 @@ def main(argv=None):
         lines.append(f"| {kind} | {len(means)} | {total.mean():.3f}{spread} | {cells} |")
     write(args.out / "table.md", "\n".join(lines) + "\n")
     write(args.out / "results.json", json.dumps(results))
-    plot_runs(args.out / "curves.png", runs)
     print("\n".join(lines))
+    plot_runs(args.out / "curves.png", runs)
     print(f"wrote {args.out}: table.md, results.json, curves.png, grid.png (rows: base, runs)")
 
 

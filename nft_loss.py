@@ -185,6 +185,4 @@ def old_policy_decay(step, recipe):
     min(.0075 (step - 75), .999). 0 copies, 1 would freeze. Source: DiffusionNFT's public code."""
     if not step >= 0 or recipe not in (1, 2):
         raise ValueError(f"step, recipe: expected step >= 0, recipe 1 or 2, got {step}, {recipe!r}")
-    if recipe == 1:
-        return min(0.001 * step, 0.5)
-    return min(0.0075 * max(step - 75, 0), 0.999)
+    return min(0.001 * step, 0.5) if recipe == 1 else min(0.0075 * max(step - 75, 0), 0.999)

@@ -330,8 +330,8 @@ def load_prompts(path, rewards=()):
 
 @torch.no_grad()
 def score(rewards, images, prompts, metadata):
-    """All rewards on one batch: (m,B) float64 on the CPU; a NaN among numbers stays. ValueError: an
-    image not in [0,1], a reward of wrong shape or dtype, negative or nowhere finite, lengths."""
+    """All rewards on one batch: (m,B) float64 on the CPU; NaN and inf stay. ValueError: an image
+    not in [0,1], a reward of wrong shape or dtype or negative, unequal lengths."""
     B, n, shape = len(prompts), len(metadata), tuple(images.shape)
     if len(shape) != 4 or shape[:2] != (B, 3) or n != B:
         raise ValueError(f"images {shape}, {B} prompts, {n} metadata: must be (B,3,H,W), B and B")
@@ -344,7 +344,7 @@ def score(rewards, images, prompts, metadata):
         if not torch.is_tensor(value) or value.shape != (B,) or not value.is_floating_point():
             raise ValueError(f"reward {name} must return a float tensor ({B},), not {value!r:.90}")
         row.copy_(value)
-        low = min(row[row.isfinite()].tolist(), default=-math.inf)
+        low = min(row[row.isfinite()].tolist(), default=0.0)
         if low < 0:
-            raise ValueError(f"reward {name}: {low:.4g}, must be >= 0 (-inf: not finite anywhere)")
+            raise ValueError(f"reward {name}: {low:.4g}, must be >= 0")
     return result

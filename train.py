@@ -23,6 +23,7 @@ import json
 import os
 import shutil
 import signal
+import sys
 import time
 import warnings
 from concurrent.futures import ThreadPoolExecutor
@@ -35,9 +36,9 @@ from tqdm import tqdm
 
 from estimate import load_curve
 from evaluate import (
-    HERE, MODELS, SETTINGS, choose_model, chunks, decode, encode_prompts, evaluate, generator,
-    latent_shape, load_pipeline, newest_checkpoint, noise_levels, normal, plot_runs, processes,
-    sample, save_grid, stop, summed, table, use, velocity, write)
+    CHECKPOINT, HERE, MODELS, SETTINGS, choose_model, chunks, decode, encode_prompts, evaluate,
+    generator, latent_shape, load_pipeline, newest_checkpoint, noise_levels, normal, plot_runs,
+    processes, sample, save_grid, stop, summed, table, use, velocity, write)
 from nft_loss import credit, group_advantage, nft_loss, old_policy_decay, optimality
 from renyi_gain import noised
 from rewards import load_prompts, load_rewards, score
@@ -53,7 +54,7 @@ FLAGS = [
     ("eval-every", int, 0, 10**6, 5, 20, "epochs between evaluations, 0: never"),
     ("save-every", int, 1, 10**6, 10, 20, "epochs between checkpoints"),
     ("keep", int, 1, 10**6, 3, 3, "checkpoints to keep, the newest"),
-    ("epochs", int, 1, 10**6, 20, 300, "epochs, counted from the start of the run"),
+    ("epochs", int, 1, 99999, 20, 300, "epochs, counted from the start of the run"),
     ("prompts-per-epoch", int, 1, 10**6, 16, 48, "prompts P of an epoch"),
     ("images-per-prompt", int, 2, 10**6, 12, 24, "images per prompt, the group of the advantage"),
     ("micro-batch", int, 1, 10**6, 24, 8, "images in one forward pass"),
@@ -93,10 +94,9 @@ def summary(scores):
 def check_same(args, stored):
     """A resumed run goes on as it began, but for how long, how often and where; else ValueError."""
     free = "epochs eval_every save_every keep out resume dry_run why curve judges offline".split()
-    for key, value in vars(args).items():
-        if key not in free and stored.get(key) != value:
-            raise ValueError(f"--{key.replace('_', '-')} {value}: the run began with "
-                             f"{stored.get(key)}")
+    for k, v in vars(args).items():
+        if k not in free and stored.get(k) != v:
+            raise ValueError(f"--{k.replace('_', '-')} {v}: the run began with {stored.get(k)}")
 
 
 @torch.no_grad()
@@ -117,9 +117,8 @@ def snapshot(net, opt):
 
 
 def save_checkpoint(out, keep, epoch, step, lora, state, config):
-    """out/checkpoint-EPOCH: a LoRA that diffusers loads, the state to resume from, checksums.
-    Written beside its place, flushed, renamed; older ones than `keep` go last. OSError or
-    SafetensorError: not written, and what was there is still there."""
+    """out/checkpoint-EPOCH: a LoRA that diffusers loads, the state to resume from, checksums. It is
+    written beside its place, flushed, renamed, and then all but the `keep` newest go."""
     from diffusers import StableDiffusion3Pipeline
     final, part = out / f"checkpoint-{epoch:05d}", out / f"checkpoint-{epoch:05d}.part"
     shutil.rmtree(part, ignore_errors=True)
@@ -135,8 +134,9 @@ def save_checkpoint(out, keep, epoch, step, lora, state, config):
     shutil.rmtree(final, ignore_errors=True)         # a damaged one, or of a run that died here
     os.replace(part, final)
     write(out / "latest", final.name)
-    for old in sorted(out.glob("checkpoint-*[0-9]"))[:-keep]:
-        shutil.rmtree(old)
+    whole = sorted(x for x in out.glob(CHECKPOINT) if x <= final)    # newer ones are damaged
+    for other in {*out.glob(CHECKPOINT)} - {*whole[-keep:]}:
+        shutil.rmtree(other)
 
 
 def load_state(folder, net, opt):
@@ -205,13 +205,14 @@ def main(argv=None):
     say(args.why)
     out, T = Path(args.out), args.steps
     try:
-        there = any(out.glob("checkpoint-*[0-9]"))
-        if there and not args.resume and not args.dry_run:
-            raise ValueError(f"--out {out}: a run is there; give --resume or another folder")
+        if (out / "metrics.jsonl").exists() and not args.resume and not args.dry_run:
+            raise ValueError(f"--out {out}: a run is there; give --resume auto or another folder")
         saved = None                                          # checkpoint folder, epoch, step
-        if args.resume == "yes" or args.resume and there:
+        if args.resume == "yes" or args.resume and any(out.glob(CHECKPOINT)):
             saved = newest_checkpoint(out, say)
             check_same(args, json.loads((out / "args.json").read_text()))
+            if saved[1] > args.epochs:
+                raise ValueError(f"--epochs {args.epochs}: the run is at {saved[1]}")
         rewards, judges = (load_rewards(x, device) for x in (args.rewards, args.judges))
         judges = {k: f for k, f in judges.items() if k not in rewards}
         prompts, metadata = load_prompts(args.prompts, rewards.values())
@@ -232,12 +233,12 @@ def main(argv=None):
             gain = load_curve(args, list(rewards), sigmas)
         W = (row_weights(gain, args.lam, args.tau) if args.weights == "row"
              else sinkhorn(gain, args.lam, args.tau)[0])                  # (m,T); static: all NaN
-    except (ValueError, OSError, SafetensorError) as error:
+    except (ValueError, OSError, AttributeError, SafetensorError) as error:
         fail(error)
     net, names, m = pipe.transformer, list(rewards), len(rewards)
-    kind = f"{args.weights} {','.join(f'{x:g}' for x in args.lam)}"
-    sources = {k: getattr(f, "source", "") for k, f in both.items()}
-    about = vars(args) | {"names": names, "kind": kind, "sources": sources}
+    kind = f"{args.weights} {','.join(map('{:g}'.format, args.lam))}"
+    about = vars(args) | {"names": names, "kind": kind, "sources": {
+        k: getattr(f, "source", "") for k, f in both.items()}}
     P = min(args.prompts_per_epoch, len(prompts))
     parts = chunks(B := P * args.images_per_prompt, args.micro_batch)
     if args.updates > len(parts):
@@ -254,14 +255,13 @@ def main(argv=None):
         torch.manual_seed(args.seed)                                      # three equal adapters
         net.add_adapter(LoraConfig(r=args.lora_rank, lora_alpha=args.lora_alpha,
                                    init_lora_weights="gaussian", target_modules=TARGETS), name)
-    for n, p in net.named_parameters():
-        if "lora_" in n:
-            p.data = p.data.float()
     use(net, "default")
     new, old, ema = (adapter(net, name) for name in ("default", "old", "ema"))
+    for p in (*new, *old, *ema):
+        p.data = p.data.float()
     opt = torch.optim.AdamW(new, lr=args.lr, betas=(0.9, 0.999), weight_decay=1e-4)
-    # Autograd keeps 57 bytes per token, channel and block (counted: test_the_memory_budget_counts),
-    # or, with checkpointing, the inputs of all blocks and the rest of one.
+    # Autograd keeps 57 bytes per token, channel and block; with checkpointing the inputs of all
+    # blocks and the rest of one.  Test: test_the_memory_budget_counts
     tokens, blocks = pipe.tokenizer_max_length + args.text_tokens, len(net.transformer_blocks)
     tokens += shape[1] * shape[2] // pipe.patch_size**2
     kept = blocks * net.dtype.itemsize + 57 if args.checkpointing else blocks * 57
@@ -286,26 +286,29 @@ def main(argv=None):
             say(f"resuming {folder} at epoch {start} of {args.epochs}")
         if rank == 0:
             out.mkdir(parents=True, exist_ok=True)
-            write(out / "args.json", json.dumps(about, indent=1))
-            save_file({"W": W, "gain": gain, "sigmas": sigmas, "lam": torch.tensor(args.lam)},
-                      out / "W.safetensors", {"rewards": ",".join(names)})
             log = out / "metrics.jsonl"              # a resumed run drops what it will do again
             lines = log.read_text().splitlines() if start else []         # the last may be torn
             write(log, "".join(f"{x}\n" for x in lines if x[-1:] == "}"
                                and json.loads(x)["epoch"] < start))
-    except (OSError, SafetensorError, KeyError, RuntimeError) as error:
+            write(out / "args.json", json.dumps(about, indent=1))
+            save_file({"W": W, "gain": gain, "sigmas": sigmas, "lam": torch.tensor(args.lam)},
+                      out / "W.safetensors", {"rewards": ",".join(names)})
+    except (OSError, SafetensorError, KeyError, TypeError, ValueError, RuntimeError) as error:
         fail(f"--out {out}: {error}")
     config = net.peft_config["ema"].to_dict()
     last = (start, step, *snapshot(net, opt))                 # the last whole epoch
 
-    def interrupted(*_):
-        """SIGTERM or Ctrl-C: keep the last whole epoch, leave at once."""
+    def stopped(number, *error):
+        """SIGTERM, Ctrl-C or an exception: keep the last whole epoch."""
         if rank == 0 and last[0] > start:
             save_checkpoint(out, args.keep, *last, config)
         say(f"stopped; {out} keeps the {last[0]} epochs that are whole", flush=True)
-        os._exit(0)
+        if number in handlers:
+            os._exit(128 + number)                            # as a shell would report it
+        sys.__excepthook__(number, *error)
 
-    handlers = {n: signal.signal(n, interrupted) for n in (signal.SIGTERM, signal.SIGINT)}
+    sys.excepthook = stopped
+    handlers = {n: signal.signal(n, stopped) for n in (signal.SIGTERM, signal.SIGINT)}
     for epoch in range(start, args.epochs):
         line = {"epoch": epoch, "step": step}
         # -------------------------------------------------------- EVALUATE, before training too
@@ -338,6 +341,8 @@ def main(argv=None):
         for c, job in jobs.items():
             raw[:, parts[c]] = job.result()                               # (m,b)
         raw, sampled = summed(raw, device), time.time() - clock           # (m,B)
+        for name in (n for n, row in zip(names, raw) if not row.isfinite().any()):
+            raise ValueError(f"reward {name}: not finite for any image of epoch {epoch}")
 
         # -------------------------------------------------------- CREDIT
         r = optimality(group_advantage(raw, of, args.std), args.adv_clip)           # (m,B)
@@ -420,12 +425,12 @@ def main(argv=None):
                 if (epoch + 1) % args.save_every == 0 or epoch + 1 == args.epochs:
                     save_checkpoint(out, args.keep, *last, config)
             except (OSError, SafetensorError) as error:
+                shutil.rmtree(out / f"checkpoint-{epoch + 1:05d}.part", ignore_errors=True)
                 fail(f"--out {out}: cannot save epoch {epoch + 1}, the checkpoints before it are "
                      f"whole: {error}")
 
     for number, handler in handlers.items():
         signal.signal(number, handler)
-
     # ------------------------------------------------------------ REPORT: base -> trained
     say(f"final evaluation on {len(held[0])} held-out prompts, base and trained, with judges")
     before, after = (evaluate(pipe, name, held, eval_sigmas, rewards | judges, args.micro_batch,
