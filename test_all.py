@@ -3955,7 +3955,8 @@ calls = [0]
 def failing(images, prompts, metadata):
     calls[0] += 1
     once = Path("failed.txt")
-    if os.environ.get("RANK") == "1" and calls[0] > 6 and not once.exists():
+    after = int(os.environ.get("AFTER", 6))
+    if os.environ.get("RANK") == "1" and calls[0] > after and not once.exists():
         once.write_text("yes")
         raise RuntimeError("the judge is out")
     return images.mean((1, 2, 3))
@@ -3984,7 +3985,8 @@ def one_reward(name, tmp_path, *flags):
 
 def test_an_exception_keeps_the_last_whole_epoch_and_its_own_message(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("RANK", "1")                          # `failing` fails in epoch 1 then
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("AFTER", "8")                         # two tries, five chunks, then epoch 1
     monkeypatch.setenv("LOCAL_RANK", "0")
     flags = one_reward("failing", tmp_path, "--out", "run", "--save-every", 100)
 
