@@ -215,7 +215,7 @@ CLIP = "openai/clip-vit-large-patch14"
 FINDER = {"DETECTOR": "facebook/mask2former-swin-small-coco-instance", "CLIP": CLIP}
 BUILT_IN = {  # name: function, {its first arguments: their checkpoints on the model hub}
     "ocr": (ocr, {}), "clipscore": (clip_score, {"CLIP": CLIP}),
-    "hpsv2": (clip_score, {"CLIP": "HPSv2.1 in transformers' CLIP format (README: convert it)"}),
+    "hpsv2": (clip_score, {"CLIP": "hpsv2.1"}),  # a folder, made from open_clip's file: README
     "pickscore": (clip_score, {"CLIP": "yuvalkirstain/PickScore_v1"}),
     "geneval": (geneval, FINDER),
     "geneval_strict": (partial(geneval, strict=True), FINDER),

@@ -2417,10 +2417,17 @@ def test_a_bare_name_without_its_checkpoint_never_asks_the_network(no_network):
             assert str(caught.value).startswith(
                 f"reward {name}: no {checkpoints} (give {name}={parts}, folders or OWNER/NAME")
     assert not no_network
-    with pytest.raises(ValueError, match="reward hpsv2: no HPSv2.1 in transformers' CLIP format"):
+    with pytest.raises(ValueError, match="reward hpsv2: no hpsv2.1 .give hpsv2=CLIP"):
         rewards.load_rewards(["hpsv2"], "cpu")
     with pytest.raises(ValueError, match="reward pickscore: no yuvalkirstain/PickScore_v1 "):
         rewards.load_rewards(["pickscore"], "cpu")
+
+
+def test_a_bare_hpsv2_is_the_converted_folder_beside_you(folder, tmp_path, monkeypatch):
+    shutil.copytree(folder / "clip", tmp_path / "hpsv2.1")
+    monkeypatch.chdir(tmp_path)
+    f = loaded("hpsv2")
+    assert f.source == "hpsv2: hpsv2.1" and score_of(f, PIXELS, PROMPTS, [{}] * 4).shape == (4,)
 
 
 def test_a_bare_name_finds_its_checkpoint_in_the_local_cache(folder, no_network, tmp_path):
