@@ -4195,6 +4195,16 @@ def test_the_readme_snippet_loads_the_trained_lora_with_diffusers_alone(run, tmp
     assert Image.open("star.png").size == (64, 64)
 
 
+def test_the_readme_prints_how_well_the_base_draws(monkeypatch):
+    monkeypatch.chdir(HERE)
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        exec(readme_code("def word"), {})
+    found = [float(x) for x in re.findall(r"0\.\d+", printed.getvalue())]
+    rows = re.findall(r"^\| (?:letters|word|every object) right \| (\S+) \| (\S+) \|",
+                      (HERE / "README.md").read_text(), re.M)
+    assert found == pytest.approx([float(row[k]) for k in (0, 1) for row in rows], abs=0.04)
+
+
 def test_the_readme_reward_runs_beside_a_built_in_one(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     Path("my_file.py").write_text(readme_code("def darkness"))
