@@ -60,12 +60,12 @@ def choose_model(args, fail):
     to print. No --model: SD3.5-Medium where CUDA and its cached weights are, else the toy."""
     args.offline, why = not args.model, "named"
     if not args.model:
-        from huggingface_hub import try_to_load_from_cache
-        args.model, why = SD35, "CUDA and cached weights"
-        if not torch.cuda.is_available():
-            args.model, why = "toy", "no CUDA device"
-        elif not isinstance(try_to_load_from_cache(SD35, "model_index.json"), str):
-            args.model, why = "toy", f"{SD35} is not in the local cache"
+        args.model, why = "toy", "no CUDA device"
+        if torch.cuda.is_available():
+            from huggingface_hub import try_to_load_from_cache
+            args.model, why = SD35, "CUDA and cached weights"
+            if not isinstance(try_to_load_from_cache(SD35, "model_index.json"), str):
+                args.model, why = "toy", f"{SD35} is not in the local cache"
     if not any(p.is_dir() for p in (Path(args.model), HERE / args.model)) and "/" not in args.model:
         fail(f"--model {args.model}: no such folder, and a hub name is OWNER/NAME")
     key = Path(args.model).name if Path(args.model).name in MODELS else SD35
@@ -349,7 +349,7 @@ def read_scores(file, n):
     return torch.tensor(scores, dtype=torch.float64)
 
 
-def sample_runs(args, runs):
+def sample_runs(args, runs, checkpoints):
     """Scores of the base and every run at equal prompts and noise: what results.json holds."""
     (rank, _, device), first, shown = processes(), runs[args.runs[0]], []
     for key in "model rewards eval_list eval_steps guidance size dtype t5 text_tokens".split():
@@ -366,8 +366,8 @@ def sample_runs(args, runs):
     lists = load_prompts(first["eval_list"], both.values())
     prompts, metadata = (x[:args.eval_prompts] for x in lists)
     pipe = load_pipeline(first["model"], getattr(torch, first["dtype"]), True, first["t5"])
-    for k, run in enumerate(runs):
-        load_lora(pipe, newest_checkpoint(run)[0], f"run{k}")
+    for k, checkpoint in enumerate(checkpoints):
+        load_lora(pipe, checkpoint, f"run{k}")
     text, empty = encode_prompts(pipe, [prompts, [""]], first["text_tokens"], device)
     n, scores, lines, folder = len(prompts), {}, [], args.out / "images"
     folder.mkdir(parents=True, exist_ok=True)
@@ -406,10 +406,10 @@ def main(argv=None):
     try:
         if args.eval_prompts < 2 or len(set(args.runs)) < len(args.runs):
             raise ValueError(f"--eval-prompts {args.eval_prompts}: expected 2 or more, runs once")
-        runs = {newest_checkpoint(run)[0].parent: json.loads((run / "args.json").read_text())
-                for run in args.runs}
+        checkpoints = [newest_checkpoint(run)[0] for run in args.runs]
+        runs = {run: json.loads((run / "args.json").read_text()) for run in args.runs}
         results = json.loads((args.out / "results.json").read_text()) if args.scores else (
-            sample_runs(args, runs))                       # --scores draws nothing again
+            sample_runs(args, runs, checkpoints))         # --scores draws nothing again
         if list(results["runs"]) != list(map(str, runs)):
             raise ValueError(f"--out {args.out}: holds {list(results['runs'])}")
         for spec in args.scores:

@@ -3460,6 +3460,12 @@ def test_a_bad_invocation_is_one_line_with_its_culprit_and_writes_nothing(
     assert not list(tmp_path.iterdir())
 
 
+def test_the_defaults_in_the_help_are_those_of_the_models():
+    defaults = {name.replace("-", "_"): row for name, _, _, _, *row, _ in train.FLAGS}
+    for key in ("size", "text_tokens"):
+        assert defaults[key] == [model[key] for model in evaluate.MODELS.values()]
+
+
 def test_a_dry_run_prints_the_plan_and_writes_nothing(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     train.main(["--dry-run", "--weights", "static"])
