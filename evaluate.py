@@ -10,7 +10,6 @@ import argparse
 import atexit
 import hashlib
 import json
-import math
 import os
 import re
 import sys
@@ -28,16 +27,13 @@ from rewards import load_prompts, load_rewards, score
 os.environ |= {"TRANSFORMERS_VERBOSITY": "error", "HF_HUB_DISABLE_TELEMETRY": "1"} | os.environ
 HERE, CHECKPOINT = Path(__file__).resolve().parent, "checkpoint-" + "[0-9]" * 5
 SD35 = "stabilityai/stable-diffusion-3.5-medium"
+TOY = "toy.py:clipscore,toy.py:preference,toy.py:detail"          # in both settings of the toy
 # Rewards, held-out judges and prompt lists of each model's settings, in the order of --lam.
 SETTINGS = {
-    "toy": {
-        "ocr": ("toy.py:ocr,toy.py:clipscore,toy.py:preference,toy.py:detail",
-                "ocr,toy.py:strict,toy.py:second_clip,toy.py:nearest", "toy"),
-        "geneval": ("toy.py:geneval,toy.py:clipscore,toy.py:preference,toy.py:detail",
-                    "ocr,toy.py:ocr,toy.py:second_clip,toy.py:nearest", "toy")},
-    SD35: {
-        "ocr": ("ocr,clipscore,hpsv2,pickscore", "aesthetic", "ocr"),
-        "geneval": ("geneval,clipscore,hpsv2,pickscore", "geneval_strict,aesthetic", "geneval")}}
+    "toy": {"ocr": (f"toy.py:ocr,{TOY}", "ocr,toy.py:strict,toy.py:second_clip", "toy"),
+            "geneval": (f"toy.py:geneval,{TOY}", "ocr,toy.py:ocr,toy.py:second_clip", "toy")},
+    SD35: {"ocr": ("ocr,clipscore,hpsv2,pickscore", "aesthetic", "ocr"),
+           "geneval": ("geneval,clipscore,hpsv2,pickscore", "geneval_strict,aesthetic", "geneval")}}
 # What a model wants: image size, T5 tokens (SD3 without T5 still wants them, as zeros), dtype, pi+.
 MODELS = {"toy": {"size": 64, "text_tokens": 0, "dtype": "float32", "proposal": "toy.py:render"},
           SD35: {"size": 512, "text_tokens": 256, "dtype": "bfloat16", "proposal": "self"}}
@@ -69,9 +65,7 @@ def choose_model(args, fail):
     if not any(p.is_dir() for p in (Path(args.model), HERE / args.model)) and "/" not in args.model:
         fail(f"--model {args.model}: no such folder, and a hub name is OWNER/NAME")
     key = Path(args.model).name if Path(args.model).name in MODELS else SD35
-    for k, value in MODELS[key].items():
-        if getattr(args, k, value) is None:
-            setattr(args, k, value)
+    vars(args).update({k: v for k, v in MODELS[key].items() if getattr(args, k, v) is None})
     return key, f"model {args.model} ({why}; choose another with --model)"
 
 
@@ -118,9 +112,8 @@ def load_lora(pipe, folder, name="lora"):
 def encode_prompts(pipe, lists, tokens, device, batch=64):
     """Text (n, L, d) and pooled (n, d) embeddings, on the CPU, of each list; every prompt once. The
     encoders visit the device for it and are freed, only then the transformer moves in."""
-    for part in (pipe.text_encoder, pipe.text_encoder_2, pipe.text_encoder_3):
-        if part is not None:
-            part.to(device)
+    for part in filter(None, (pipe.text_encoder, pipe.text_encoder_2, pipe.text_encoder_3)):
+        part.to(device)
     unique = list(dict.fromkeys(p for prompts in lists for p in prompts))
     parts = [[e.cpu() for e in pipe.encode_prompt(
         unique[k:k + batch], None, None, max_sequence_length=tokens, device=device,
@@ -128,8 +121,7 @@ def encode_prompts(pipe, lists, tokens, device, batch=64):
     whole, index = [torch.cat(e) for e in zip(*parts)], {p: k for k, p in enumerate(unique)}
     pipe.text_encoder = pipe.text_encoder_2 = pipe.text_encoder_3 = part = parts = None
     torch.cuda.empty_cache()                          # does nothing without CUDA
-    pipe.vae.to(device)
-    pipe.transformer.to(device)
+    pipe.to(device)
     return [tuple(e[[index[p] for p in prompts]] for e in whole) for prompts in lists]
 
 
@@ -335,23 +327,9 @@ def newest_checkpoint(run, say=print):
     raise ValueError(f"{run}: not a run folder of train.py with a whole checkpoint")
 
 
-def read_scores(file, n):
-    """Scores (n,) of a judge that ran elsewhere: a line {"index", "score"} for each picture.
-    ValueError: an index that is missing, double or foreign; a score that is no finite number."""
-    try:
-        lines = map(json.loads, Path(file).read_text(encoding="utf-8-sig").splitlines())
-        pairs = sorted((x["index"], float(x["score"])) for x in lines)
-    except (OSError, ValueError, KeyError, TypeError):
-        raise ValueError(f'--scores {file}: expected lines {{"index": .., "score": ..}}') from None
-    index, scores = ([pair[k] for pair in pairs] for k in (0, 1))
-    if index != list(range(n)) or not all(map(math.isfinite, scores)):
-        raise ValueError(f"{file}: expected each index from 0 to {n - 1} once, scores finite")
-    return torch.tensor(scores, dtype=torch.float64)
-
-
 def sample_runs(args, runs, checkpoints):
     """Scores of the base and every run at equal prompts and noise: what results.json holds."""
-    (rank, _, device), first, shown = processes(), runs[args.runs[0]], []
+    (rank, _, device), first = processes(), runs[args.runs[0]]
     for key in "model rewards eval_list eval_steps guidance size dtype t5 text_tokens".split():
         for run, own in runs.items():
             if own[key] != first[key]:
@@ -362,32 +340,28 @@ def sample_runs(args, runs, checkpoints):
                          "and --judges yourself")
     rewards, judges = (load_rewards(first[key] if own is None else own, device)
                        for key, own in (("rewards", args.rewards), ("judges", args.judges)))
-    both = rewards | {k: f for k, f in judges.items() if k not in rewards}
+    both = rewards | judges | rewards                     # in this order; a reward is no judge
     lists = load_prompts(first["eval_list"], both.values())
     prompts, metadata = (x[:args.eval_prompts] for x in lists)
     pipe = load_pipeline(first["model"], getattr(torch, first["dtype"]), True, first["t5"])
     for k, checkpoint in enumerate(checkpoints):
         load_lora(pipe, checkpoint, f"run{k}")
     text, empty = encode_prompts(pipe, [prompts, [""]], first["text_tokens"], device)
-    n, scores, lines, folder = len(prompts), {}, [], args.out / "images"
+    n, scores, images, lines, folder = len(prompts), {}, {}, [], args.out / "images"
     folder.mkdir(parents=True, exist_ok=True)
     for k, name in enumerate(["base", *map(str, runs)]):
-        if rank == 0:
-            print(f"evaluating {name} on {n} prompts", flush=True)
         lines += [x | {"index": i, "run": name, "file": f"{i:06d}.png"}
                   for i, x in enumerate(metadata, k * n)]
-        scores[name], images = evaluate(
+        scores[name], images[name] = evaluate(
             pipe, f"run{k - 1}" if k else None, (prompts, metadata, text, empty),
             noise_levels(pipe, first["eval_steps"]), both, first["micro_batch"], first["size"],
             first["guidance"], 12, [folder / x["file"] for x in lines[-n:]])
-        shown.append(images)
     if rank == 0:
-        save_grid(args.out / "grid.png", torch.cat(shown), 12)
+        save_grid(args.out / "grid.png", torch.cat([*images.values()]), 12)
         write(folder / "prompts.jsonl", "".join(json.dumps(x) + "\n" for x in lines))
     return {"rewards": [*rewards], "judges": [*both][len(rewards):], "prompts": prompts,
             "sources": {k: getattr(f, "source", "") for k, f in both.items()},
-            "runs": {str(k): v for k, v in runs.items()},
-            "scores": {k: v.tolist() for k, v in scores.items()}}
+            "runs": {str(k): v for k, v in runs.items()}, "scores": scores}
 
 
 def main(argv=None):
@@ -399,8 +373,6 @@ def main(argv=None):
     add("--eval-prompts", type=int, default=256, help="held-out prompts, 2 or more")
     add("--rewards", help="comma list (default: those of the first run)")
     add("--judges", help="held-out rewards (default: those of the first run)")
-    add("--scores", action="append", default=[], metavar="NAME=FILE", help="add a judge to the "
-        'results in --out: {"index", "score"} for every picture of OUT/images/prompts.jsonl')
     add("--out", type=Path, default=Path("runs/evaluation"), help="folder to write")
     args = parser.parse_args(argv)
     try:
@@ -408,24 +380,12 @@ def main(argv=None):
             raise ValueError(f"--eval-prompts {args.eval_prompts}: expected 2 or more, runs once")
         checkpoints = [newest_checkpoint(run)[0] for run in args.runs]
         runs = {run: json.loads((run / "args.json").read_text()) for run in args.runs}
-        results = json.loads((args.out / "results.json").read_text()) if args.scores else (
-            sample_runs(args, runs, checkpoints))         # --scores draws nothing again
-        if list(results["runs"]) != list(map(str, runs)):
-            raise ValueError(f"--out {args.out}: holds {list(results['runs'])}")
-        for spec in args.scores:
-            (name, _, file), n = spec.partition("="), len(results["prompts"])
-            if not name.isidentifier() or name in results["rewards"] + results["judges"]:
-                raise ValueError(f"--scores {spec}: expected a new name, then =FILE")
-            new = read_scores(file, n * (1 + len(runs))).split(n)
-            results["judges"].append(name)
-            for rows, row in zip(results["scores"].values(), new):
-                rows.append(row.tolist())
+        results = sample_runs(args, runs, checkpoints)
     except (ValueError, OSError, LookupError, TypeError, SafetensorError) as error:
         parser.error(error)
     if processes()[0]:
         return
-    names, judges, lines = results["rewards"], results["judges"], []
-    scores = {k: torch.tensor(v, dtype=torch.float64) for k, v in results["scores"].items()}
+    names, judges, scores, lines = *(results[k] for k in ("rewards", "judges", "scores")), []
     m, base, groups = len(names), scores["base"], {"base": [scores["base"].nanmean(1)]}
     for run, own in runs.items():
         lines += [f"## {run} ({own['kind']}, seed {own['seed']})", ""]
@@ -440,7 +400,7 @@ def main(argv=None):
         cells = " | ".join(f"{x:.3f}" for x in mean.mean(0))
         lines.append(f"| {kind} | {len(means)} | {total.mean():.3f}{spread} | {cells} |")
     write(args.out / "table.md", "\n".join(lines) + "\n")
-    write(args.out / "results.json", json.dumps(results))
+    write(args.out / "results.json", json.dumps(results, default=torch.Tensor.tolist))
     print("\n".join(lines))
     plot_runs(args.out / "curves.png", runs)
     print(f"wrote {args.out}: table.md, results.json, curves.png, grid.png (rows: base, runs)")

@@ -9,14 +9,16 @@ Glossary (level index 0 is pure noise, t = 1; the last one is clean data, t = 0)
     Z     one per prompt     E_old[r]
     rho                      the density ratio pi_i+ / pi_old at x_t, where pi_i+ = r_i pi_old / Z
     pi+                      the stronger common proposal that stands in for every pi_i+
+    own   (m, P, M)          rewards of the policy's clean samples x0; the first N have rollouts
+    probe (m, T+1, P, M)     predictors f(x_t) of them, say r(x0_hat): no rollout; last: own again
     D     (m, T+1)           Renyi divergence of order alpha of pi_i+ from pi_old, in nats
     gain  (m, T)             what step j adds to D, in nats
 Differences from the paper, as far as we know its text
  1. Rollouts take the ancestral step: mu needs draws of x0 given x_t, an ODE gives one x0 per x_t.
  2. pool="all" takes one log over all prompts (the paper does not say); "prompt" one log each.
- 3. estimator="pair" (ours, alpha = 2) needs neither pi+ nor an API, and removes the plug-in's bias.
- 4. bootstrap_stderr and monotone are ours. The derivations are reconstructed and tested.
-Use: roll out with noised and ancestral_step, score: R; gain = renyi_gain(renyi_divergence(R)).
+ 3. Ours, for alpha = 2: "pair" needs neither pi+ nor an API and removes the plug-in's bias; "probe"
+    needs no rollout and is a lower bound. Ours: bootstrap, shrink. Derivations: ours, tested.
+Use: roll out by noised and ancestral_step, score: R; gain = renyi_gain(renyi_divergence(R)).
 """
 
 import math
@@ -68,29 +70,35 @@ def ancestral_step(x, v, t, s, noise):
 
 def _refuse(bad, what):
     """ValueError that names the first reward row where bad (m, ...) is true."""
-    rows = bad.flatten(1).any(1).nonzero().flatten().tolist()
-    if rows:
+    if rows := bad.flatten(1).any(1).nonzero().flatten().tolist():
         raise ValueError(f"reward row {rows[0]} {what}")
 
 
-def _checked(R, alpha, estimator, pool):
-    """R in float64 if the call makes sense, else ValueError."""
+def _checked(R, alpha, estimator, pool, own, probe):
+    """R, own, probe in float64 if the call makes sense, else ValueError."""
     if not (math.isfinite(alpha) and alpha > 0 and alpha != 1):
         raise ValueError(f"alpha = {alpha}: the Renyi order must be finite, > 0 and not 1")
-    if estimator not in ("positive", "self", "pair") or pool not in ("all", "prompt"):
-        raise ValueError(f"estimator {estimator!r}, pool {pool!r}: positive|self|pair, all|prompt")
+    if estimator not in ("positive", "self", "pair", "probe") or pool not in ("all", "prompt"):
+        raise ValueError(f"{estimator!r}, {pool!r}: positive|self|pair|probe and all|prompt")
     R = torch.as_tensor(R).double()
     if R.ndim != 5 or R.shape[1] < 2 or R.numel() == 0:
         raise ValueError(f"R {tuple(R.shape)}: the shape must be (m, T+1, P, N, K), T >= 1")
+    m, _, P, N, _ = R.shape
     _refuse(~(R.isfinite() & (R >= 0)), "has a negative or non-finite value; r must be >= 0")
     _refuse(R[:, -1] != R[:, -1, ..., :1], "varies over K at the last, clean level; wrong order?")
-    if estimator == "pair" and (alpha != 2 or R.shape[3] < 2):
-        raise ValueError(f"pair needs alpha = 2 and N >= 2; got {alpha} and N = {R.shape[3]}")
+    own = R[:, -1, ..., 0] if own is None else torch.as_tensor(own).double()
+    if own.ndim != 3 or own.shape[:2] != (m, P) or own.shape[2] < N or not own.isfinite().all():
+        raise ValueError(f"own {tuple(own.shape)}: the shape must be {m, P}, M >= {N}, all finite")
+    probe = probe if probe is None else torch.as_tensor(probe).double()
+    if probe is not None and not (probe[:, 0].shape == own.shape and probe.isfinite().all()):
+        raise ValueError(f"probe {tuple(probe.shape)}: the shape must be (m, T+1, P, M), finite")
+    if estimator in ("pair", "probe") and (alpha != 2 or N < 2):
+        raise ValueError(f"{estimator} needs alpha = 2 and N >= 2; got {alpha} and N = {N}")
     if estimator == "positive" and alpha < 1:
         _refuse(R.mean(-1) == 0, "has a zero mu, infinite to the power alpha - 1; use alpha > 1")
-    if pool == "prompt" and R.shape[3] < 16:
-        raise ValueError(f"pool='prompt' is badly biased below N = 16 states; got {R.shape[3]}")
-    return R
+    if pool == "prompt" and N < 16:
+        raise ValueError(f"pool='prompt' is badly biased below N = 16 states; got {N}")
+    return R, own, probe
 
 
 # 1. The density ratio (3.1). Noise both policies to level t with the same kernel q(x_t|x0):
@@ -112,7 +120,7 @@ def _checked(R, alpha, estimator, pool):
 #   dD/dt = -alpha t/(1-t) E_old[rho^alpha |grad log rho|^2] / E_old[rho^alpha] <= 0.
 #   D only grows toward data: no gain is negative, their sum is D at t = 0 (rho = 1 at t = 1).
 # Test: test_theorem_3_1_equals_finite_differences_of_the_exact_divergence
-def _moments(R, alpha, estimator):
+def _moments(R, alpha, estimator, own, probe):
     """Per-prompt top, bottom (m, T+1, P) and power: (alpha-1) D = log top - power log bottom."""
     mu = R.mean(-1)  # (m, T+1, P, N)
     # 4. Samples of pi+ (3.3, B.1). By form 2 the exponent is alpha-1: the samples themselves carry
@@ -134,28 +142,57 @@ def _moments(R, alpha, estimator):
     # Test: test_self_plug_in_is_flattened_by_the_predicted_amount
     if estimator == "self":
         return (mu**alpha).mean(-1), mu.mean(-1), alpha
-    return _pair_moments(R)
+    # At alpha = 2, D = log(1 + Var_old[mu] / Z^2); the square of a mean is too high by its variance
+    Z2 = own.mean(-1) ** 2 - own.var(-1) / own.shape[-1]  # (m, P)
+    cov = explained(own[:, None], R[..., 0])[0] if estimator == "probe" else _pair(R, own, probe)
+    return Z2[:, None] + cov, Z2[:, None].expand_as(cov), 1.0
 
 
-# 6. Pair (ours). At alpha = 2, D = log(1 + Var[mu] / Z^2). Two independent draws of x0 from one x_t
-# have Cov[r_1, r_2] = Var[mu] exactly, and the clean sample is one, as (x0, x_t) is drawn jointly:
-# K rollouts give K + 1 draws. Analysis of variance over N states independent of each other:
+def _covariance(a, b):
+    """Unbiased covariance over the last axis."""
+    return ((a - a.mean(-1, keepdim=True)) * b).sum(-1) / (a.shape[-1] - 1)
+
+
+# 6. Pair (ours). Two independent draws of x0 from one x_t have Cov[r_1, r_2] = Var[mu] exactly, and
+# the clean sample is one, as (x0, x_t) is drawn jointly: K rollouts give K + 1 draws. Analysis of
+# variance over N states independent of each other:
 #   E[between] = draws Var[mu] + E[Var[r|x_t]],  E[within] = E[Var[r|x_t]]:  cov is unbiased.
-# Z is each level's own mean over all its draws, whose noise cancels between top and bottom; the
-# square of a mean is too high by the variance of the mean, between / (N draws): taken off.
 # Exact for any sampler on whose own path x_t lies. With x_t = noised(x0) it needs rollouts from
 # p(x0|x_t): with ten equal steps on a Gaussian, .58 of Var[r] at t = .3 where the path has .76.
 # Test: test_pair_is_unbiased_where_the_plug_in_is_flattened
 # Test: test_pair_is_exact_for_a_ten_step_sampler_on_its_own_path
-def _pair_moments(R):
-    """Unbiased E_old[mu^2] and Z^2 per prompt (m, T+1, P), and power 1, for alpha = 2."""
-    both = torch.cat([R[:, -1:, ..., :1].expand(*R.shape[:4], 1), R], -1)  # (m, T+1, P, N, K+1)
-    N, draws = both.shape[3:]
+# Control variate: for any f(x_t), Var[mu] = Var[mu - f] + 2 Cov[mu, f] - Var[f], where Cov[mu, f] =
+# Cov[r, f]. The first part, small if f is good, is that of the draws r - f; the others need no
+# rollout, so that many more states (M) can measure them. On the same states nothing is saved.
+# Test: test_a_control_variate_keeps_the_pair_unbiased_and_saves_variance
+def _pair(R, own, probe):
+    """Unbiased Var_old[mu] per prompt (m, T+1, P); at the last level own against its re-score."""
+    N, draws = R.shape[3], R.shape[4] + 1
+    both = torch.cat([own[:, None, :, :N, None].expand(*R.shape[:4], 1), R], -1)  # (m,T+1,P,N,K+1)
+    known, f = (0.0, 0 * own[:, None]) if probe is None else explained(own[:, None], probe)
+    both = both - f[..., :N, None]
     between = draws * both.mean(-1).var(-1)  # (m, T+1, P)
-    within = both.var(-1).mean(-1)  # (m, T+1, P), 0 in data, where cov = Var[r]
-    cov = (between - within) / draws  # noise can make it negative where Var[mu] is small
-    Z2 = both.mean((-1, -2)) ** 2 - between / (N * draws)
-    return Z2 + cov, Z2, 1.0
+    within = both.var(-1).mean(-1)  # (m, T+1, P)
+    cov = known + (between - within) / draws  # noise can make it negative where Var[mu] is small
+    if probe is not None:
+        cov[:, -1] = _covariance(own, probe[:, -1])
+    return cov
+
+
+# 7. Probe (ours). Cauchy-Schwarz: Var[mu] >= Cov[mu, f]^2 / Var[f] = Cov[r, f]^2 / Var[f] for every
+# f(x_t), the variance that the best line slope f explains: = 2 Cov[r, slope f] - Var[slope f].
+# Var[f] alone bounds nothing. The line is fitted to the same n - P degrees of freedom, which adds
+# the residual variance / (n - P) to the explained one, as in an adjusted R^2: it is taken off.
+# Test: test_probe_is_a_lower_bound_and_exact_for_a_linear_predictor
+def explained(r, f):
+    """Variance (..., P) of r (..., P, M) that slope * f (..., P, M) explains, one slope for all P
+    prompts, and slope * f itself; 0 for a constant f. Leading axes broadcast: r[:, None] and
+    f[None] compare every reward with every predictor. Ours; a lower bound of Var_old[mu]."""
+    cov, var = _covariance(r, f), _covariance(f, f)  # (..., P)
+    slope = (cov.sum(-1, keepdim=True) / var.sum(-1, keepdim=True)).nan_to_num()  # (..., 1)
+    part = 2 * slope * cov - slope**2 * var  # (..., P)
+    free = r.shape[-2] * (r.shape[-1] - 1) - 1
+    return part - (_covariance(r, r) - part) * (slope != 0) / free, slope[..., None] * f
 
 
 def _divergence(top, bottom, power, alpha, pool, weight):
@@ -170,19 +207,20 @@ def _divergence(top, bottom, power, alpha, pool, weight):
     return D - D[..., :1], kept
 
 
-def renyi_divergence(R, alpha=2.0, estimator="positive", pool="all"):
+def renyi_divergence(R, alpha=2.0, estimator="positive", pool="all", own=None, probe=None):
     """D (m, T+1) in nats, float64, 0 in pure noise: what a reward has decided by each level.
     R (m, T+1, P, N, K), finite, >= 0; at the last level all K entries are the clean sample's own.
     estimator: "positive", states from a proposal pi+ (paper 3.3, B.1); "self", from the policy,
-    plug-in (B.3); "pair", from the policy, moments unbiased (ours; alpha = 2, N >= 2).
+    plug-in (B.3); "pair", from the policy, moments unbiased (ours; alpha = 2, N >= 2), with probe
+    as a control variate; "probe" (ours; alpha = 2), R a predictor of own, K = 1: a lower bound.
+    own (m, P, M >= N): a first score of the clean samples, default R[:, -1]; probe (m, T+1, P, M).
     pool: "all", one log of the mean moment: prompts weigh by Z^(alpha-1) ("positive") or Z^alpha;
-    "prompt" (ours), the mean of one log each: N >= 16, still biased by noise; a prompt whose
-    moment is not positive at some level is dropped for that reward, with a warning.
-    ValueError: alpha not finite, <= 0 or 1; bad R (names the reward row); a zero mu at alpha < 1
-    under "positive"; a pooled moment that is zero or, by the noise of "pair", negative."""
-    R = _checked(R, alpha, estimator, pool)
+    "prompt" (ours), the mean of one log each, N >= 16, still biased by noise; prompts with a moment
+    that is not positive are left out, and a warning counts them.
+    ValueError: bad alpha, shapes or R; a zero mu at alpha < 1; a moment that is not positive."""
+    R, own, probe = _checked(R, alpha, estimator, pool, own, probe)
     weight = R.new_full((1, R.shape[2]), 1 / R.shape[2])
-    D, kept = _divergence(*_moments(R, alpha, estimator), alpha, pool, weight)
+    D, kept = _divergence(*_moments(R, alpha, estimator, own, probe), alpha, pool, weight)
     _refuse(~D[0].isfinite(), "has a moment that is not positive: r all zero, or too few states")
     for i, count in enumerate((~kept).sum((1, 2)).tolist()):
         if count:
@@ -195,31 +233,27 @@ def renyi_gain(D):
     return D.diff(dim=-1)
 
 
-def monotone(D):
-    """The nearest D (m, T+1) that never falls toward data, minus its column 0: no gain < 0.
-    Ours, justified by Theorem 3.1. Least squares, equal weights; what pool-adjacent-violators
-    finds, in closed form: fit_j = max over a <= j of min over b >= j of mean(D_a .. D_b)."""
-    index = torch.arange(D.shape[-1], device=D.device)
-    ahead = index >= index[:, None]  # (T+1, T+1), row a, column b
-    ends = torch.nn.functional.pad(D.double().cumsum(-1), (1, 0))  # (m, T+2)
-    mean = (ends[:, None, 1:] - ends[:, :-1, None]) / (index - index[:, None] + 1)  # (m, a, b)
-    low = mean.where(ahead, torch.inf).flip(-1).cummin(-1).values.flip(-1)  # (m, a, j)
-    fit = low.where(ahead, -torch.inf).amax(1)  # (m, T+1)
-    return fit - fit[:, :1]
+def shrink(gain, stderr):
+    """gain (m, T) drawn toward each row's mean by max(0, 1 - sum stderr^2 / sum (gain - mean)^2):
+    all noise becomes flat, which is static. Ours, after James and Stein. NaN stderr: as it is."""
+    mean = gain.mean(-1, keepdim=True)  # (m, 1)
+    ratio = stderr.square().sum(-1) / (gain - mean).square().sum(-1)  # (m,), 0/0 for a flat row
+    keep = torch.where(stderr.isnan().any(-1), 1.0, (1 - ratio).clamp(min=0).nan_to_num())
+    return mean + keep[:, None] * (gain - mean)
 
 
-def bootstrap_stderr(R, alpha=2.0, estimator="positive", pool="all", n_boot=200, seed=0):
-    """Standard errors, (m, T+1) of D and (m, T) of the gain, in nats, over prompts (ours).
-    Prompts are redrawn, the same ones for all levels and rewards, and everything is recomputed
-    from their moments; ddof 1. NaN for P = 1 and, with a warning, for a reward that has no positive
-    moment in some redraw. Arguments and ValueErrors as renyi_divergence."""
-    R = _checked(R, alpha, estimator, pool)
+def bootstrap(R, alpha=2.0, estimator="positive", pool="all", own=None, probe=None, n_boot=200,
+              seed=0):
+    """D (n_boot, m, T+1) in nats on redrawn prompts (ours): .std(0) is the standard error of D,
+    .diff(dim=-1).std(0) of the gain. The same prompts for all levels and rewards; everything is
+    recomputed from their moments, except the slope of a probe. NaN for P = 1 and, with a warning,
+    for a reward that has no positive moment in some redraw. Arguments, errors: renyi_divergence."""
+    R, own, probe = _checked(R, alpha, estimator, pool, own, probe)
     P = R.shape[2]
     drawn = torch.randint(P, (n_boot, P), generator=torch.Generator().manual_seed(seed))
     weight = torch.zeros(n_boot, P).scatter_add_(1, drawn, torch.ones(n_boot, P)).to(R) / P
-    D, _ = _divergence(*_moments(R, alpha, estimator), alpha, pool, weight)  # (n_boot, m, T+1)
+    D, _ = _divergence(*_moments(R, alpha, estimator, own, probe), alpha, pool, weight)
     for i, count in enumerate((~D.isfinite()).any(-1).sum(0).tolist()):
         if count:
             warnings.warn(f"reward row {i}: NaN, no moment in {count} redraws", stacklevel=2)
-    D = D * torch.nan if P == 1 else D
-    return D.std(0), D.diff(dim=-1).std(0)
+    return D * torch.nan if P == 1 else D  # (n_boot, m, T+1)

@@ -54,8 +54,7 @@ def normalise(text):
 
 
 def text_score(read, target):
-    """Peers' OCR rule in [0,1], after `normalise`: 1 - edit distance / length, at least 0, and 1 if
-    target is inside read; other writing in the picture is not punished."""
+    """Peers' OCR rule, above, after `normalise`; other writing in the picture is not punished."""
     from rapidfuzz.distance import Levenshtein
     read, target = normalise(read), normalise(target)
     distance = 0 if target in read else Levenshtein.distance(target, read)
@@ -217,8 +216,7 @@ BUILT_IN = {  # name: function, {its first arguments: their checkpoints on the m
     "ocr": (ocr, {}), "clipscore": (clip_score, {"CLIP": CLIP}),
     "hpsv2": (clip_score, {"CLIP": "hpsv2.1"}),  # a folder, made from open_clip's file: README
     "pickscore": (clip_score, {"CLIP": "yuvalkirstain/PickScore_v1"}),
-    "geneval": (geneval, FINDER),
-    "geneval_strict": (partial(geneval, strict=True), FINDER),
+    "geneval": (geneval, FINDER), "geneval_strict": (partial(geneval, strict=True), FINDER),
     "aesthetic": (aesthetic, {"CLIP": CLIP, "HEAD": "ttj/sac-logos-ava1-l14-linearMSE"})}
 
 
@@ -344,7 +342,6 @@ def score(rewards, images, prompts, metadata):
         if not torch.is_tensor(value) or value.shape != (B,) or not value.is_floating_point():
             raise ValueError(f"reward {name} must return a float tensor ({B},), not {value!r:.90}")
         row.copy_(value)
-        low = min(row[row.isfinite()].tolist(), default=0.0)
-        if low < 0:
+        if (low := min(row[row.isfinite()].tolist(), default=0.0)) < 0:
             raise ValueError(f"reward {name}: {low:.4g}, must be >= 0")
     return result

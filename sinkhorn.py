@@ -12,13 +12,10 @@ f, g      (m,), (T,)  potentials, the logs of the scalings u and v in W = diag(u
 
 Differences from the paper: (1) tau = 1 is our choice, the paper's value is not known to us; (2) a
 curve whose total is not positive counts as no curve, with a warning; (3) a zero budget gives zeros.
-Call `W, residual = sinkhorn(gain, lam)`, or look at a curve file that estimate.py wrote:
-    python sinkhorn.py curves/toy-ocr.safetensors --lam 2,1,1,1 --plot W.png
+Call `W, residual = sinkhorn(gain, lam)`; `estimate.py --show` draws the W of a curve file.
 """
 
-import argparse
 import math
-import os
 import warnings
 
 import torch
@@ -120,69 +117,3 @@ def row_weights(gain, lam, tau=1.0):
     (paper 4.5). Rows keep their budgets, columns are free. Arguments and errors as in sinkhorn."""
     log_K = _log_kernel(gain, tau)  # (m, T)
     return _normalised(lam, len(log_K))[:, None] * log_K.softmax(dim=1)  # (m, T)
-
-
-def plot_weights(path, W, lam, sigmas, names):
-    """PNG of W beside W - lam_bar/T in units of 1/(mT), marginals on the axes, noise at the left;
-    sigmas (T+1,), names (m,). Written beside `path` first and renamed, so never half a file."""
-    from matplotlib.figure import Figure  # no pyplot: no display, no global state
-
-    m, T = W.shape
-    figure = Figure(figsize=(2.5 + 0.9 * max(T, 8), 1.6 + 0.42 * m), layout="constrained")
-    panels = {"W, in 1/(mT)": W, "W - lam_bar/T, in 1/(mT)": W - static_weights(lam, T)}
-    for k, (title, value) in enumerate(panels.items()):
-        rows, columns = (x.round(decimals=3) + 0.0 for x in (value.sum(1), T * value.sum(0)))
-        value = (value * m * T).numpy()  # (m, T), 1 everywhere for equal budgets and flat curves
-        top = max(abs(value).max(), 0.1)
-        axes = figure.add_subplot(1, 2, k + 1, title=title)
-        axes.imshow(value, aspect="auto", cmap="RdBu_r" if k else "Blues", vmin=-top * k, vmax=top)
-        for i, j in ((i, j) for i in range(m) for j in range(T)):
-            ink = "white" if abs(value[i, j]) > 0.6 * top else "black"
-            axes.text(j, i, f"{value[i, j]:.2f}", ha="center", va="center", color=ink, size=7)
-        axes.set_yticks(range(m), [f"{names[i]}\nsum {rows[i]:.3f}" for i in range(m)], size=8)
-        axes.set_xticks(range(T), [f"{sigmas[j]:.3f}\n{columns[j]:.2f}" for j in range(T)], size=7)
-        axes.set_xlabel("<- noise        sigma, below it T x column sum        data ->", size=8)
-    figure.savefig(f"{path}.part", format="png", dpi=100)
-    os.replace(f"{path}.part", path)
-
-
-def main(argv=None):
-    """The command line: a curve file and budgets in; W, its marginals and its residual out."""
-    from safetensors import SafetensorError, safe_open
-
-    parser = argparse.ArgumentParser(usage="sinkhorn.py CURVE --lam 2,1,1,1 [--tau 1] [--plot PNG]")
-    parser.error = lambda message: parser.exit(2, f"error: {message}; usage: {parser.usage}\n")
-    parser.add_argument("curve", help="curve file (.safetensors) written by estimate.py")
-    parser.add_argument("--lam", required=True, help="budgets >= 0: 2,1,1,1",
-                        type=lambda text: [float(number) for number in text.split(",")])
-    parser.add_argument("--tau", type=float, default=1.0, help="temperature > 0 (default 1)")
-    parser.add_argument("--plot", help="PNG to write (default: none)")
-    args = parser.parse_args(argv)
-    folder = os.path.dirname(os.path.abspath(args.plot or "")) + "/"
-    if args.plot and not (args.plot.endswith(".png") and os.access(folder, os.W_OK)):
-        parser.error(f"--plot {args.plot}: expected a .png in an existing, writable folder")
-    try:
-        with safe_open(args.curve, "pt") as file:
-            names = (file.metadata() or {}).get("rewards", "").split(",")
-            gain, stderr, D, sigmas = map(file.get_tensor, ["gain", "stderr", "D", "sigmas"])
-        m, T = len(names), sigmas.numel() - 1
-        if not (gain.shape == stderr.shape == (m, T) and D.shape == (m, T + 1)):
-            raise ValueError(f"{m} reward names, {T + 1} sigmas, gain of shape {[*gain.shape]}")
-        W, residual = sinkhorn(gain, args.lam, args.tau)
-        if args.plot:
-            plot_weights(args.plot, W, args.lam, sigmas, names)
-    except (OSError, SafetensorError, ValueError) as error:
-        where = "--" if str(error)[:3] in ("lam", "tau") else f"{args.curve}: expected a curve; "
-        parser.error(f"{where}{error}")
-    print(f"W in units of 1/(mT), tau {args.tau:g}, steps from noise to data")
-    print("step  sigma" + "".join(f"{name:>15}" for name in names) + "  T x column sum")
-    for j in range(T):
-        cells = "".join(f"{w:15.3f}" for w in m * T * W[:, j])
-        print(f"{j:4d}  {sigmas[j]:.3f}{cells}  {T * W[:, j].sum():14.6f}")
-    print("row sum    " + "".join(f"{s:15.6f}" for s in W.sum(1)))
-    print(f"residual {residual:.1e}, W from {m * T * W.min():.2f} to {m * T * W.max():.2f} / (mT)")
-
-
-if __name__ == "__main__":
-    warnings.formatwarning = lambda message, *_: f"warning: {message}\n"
-    main()

@@ -6,7 +6,7 @@ small, that the other programs load like any other: nothing outside this file kn
                captions such as: a red circle left of a green square with the text "CAT"
     facts      {"prompt", "objects": [[colour, shape], ...] left to right, "text": word or null};
                a line of prompts/toy-*.jsonl, handed to rewards as metadata
-    rewards    ocr, geneval, clipscore, preference, detail; judges: strict, second_clip, nearest;
+    rewards    ocr, geneval, clipscore, preference, detail; judges: strict, second_clip;
                each f(images (B,3,64,64) in [0,1], prompts, metadata) -> (B,) float in [0,1]
     render     the perfect picture of a prompt: the proposal pi+ of the gain estimate
 The base is imperfect on purpose (`build_base`): letters half right, facts mixed up. Work for RL.
@@ -39,7 +39,6 @@ SHAPES = ["circle", "square", "triangle", "star"]
 BACKGROUNDS = [(250, 250, 250), (226, 236, 250), (250, 238, 220), (224, 226, 228)]
 INK = (30, 30, 30)
 LENGTH, SHIFT = 20, 1.0                             # tokens per caption; the scheduler's shift
-NUMBERS = {2: "two", 3: "three"}
 WORDS = [a + b + c for a in "BCDFGHJKLMNPRSTVWXZ" for b in "AEIOU" for c in "BCDFGKLMNPRSTXYZ"
          if a + b + c not in {"RED", "SEX", "FAG", "TIT", "CUM", "KUM", "NIG", "COC", "DIC"}]
 TEXT_TOP, CELL = 42, 13                              # text band and letter pitch, pixels
@@ -53,16 +52,15 @@ def caption(objects, text, flip=False):
     named = [f"{'an' if c[0] in 'aeiou' else 'a'} {c} {s}" for c, s in objects]
     phrase = " right of ".join(named[::-1]) if flip else " left of ".join(named)
     if len(named) > 1 and len(set(named)) == 1:                           # all alike: counted
-        phrase = f"{NUMBERS[len(named)]} {' '.join(objects[0])}s"
+        phrase = f"{'two' if len(named) == 2 else 'three'} {' '.join(objects[0])}s"
     return phrase + (f' with the text "{text}"' if text else "")
 
 
 def scene(rng, text=None):
     """One random scene: {"prompt", "objects" (left to right), "text" (or None)}."""
-    if rng.random() < 0.5:
-        objects = [[rng.choice(list(COLOURS)), rng.choice(SHAPES)]] * rng.randint(1, 3)
-    else:
-        objects = [[rng.choice(list(COLOURS)), rng.choice(SHAPES)] for _ in range(2)]
+    alike = rng.random() < 0.5                           # one to three of a kind, or any two
+    objects = [[rng.choice(list(COLOURS)), rng.choice(SHAPES)] for _ in range(1 if alike else 2)]
+    objects *= rng.randint(1, 3) if alike else 1
     word = rng.choice(WORDS) if (rng.random() < 0.8 if text is None else text) else None
     return {"prompt": caption(objects, word, rng.random() < 0.5), "objects": objects, "text": word}
 
@@ -90,10 +88,10 @@ def prompt_list(n, held, seed):
     return list(scenes.values())
 
 
-def draw(facts, rng=None, background=None):
+def draw(facts, rng=None):
     """The perfect picture of a scene, a Pillow image; rng jitters places, sizes, background."""
     move = (lambda a: rng.uniform(-a, a)) if rng else (lambda a: 0.0)
-    background = background or (rng.choice(BACKGROUNDS) if rng else BACKGROUNDS[0])
+    background = rng.choice(BACKGROUNDS) if rng else BACKGROUNDS[0]
     image = Image.new("RGB", (SIZE * ZOOM, SIZE * ZOOM), background)
     pen, n = ImageDraw.Draw(image), len(facts["objects"])
     for k, (colour, shape) in enumerate(facts["objects"]):
@@ -154,9 +152,8 @@ def find_objects(images):
     for picture in torch.cdist(pixels, palette).argmin(-1).view(-1, SIZE, SIZE).numpy():
         objects = []
         for k, colour in enumerate(COLOURS):
-            n, label, stats, centre = cv2.connectedComponentsWithStats(np.uint8(picture == k))
-            for c in range(1, n):
-                x, y, w, h, area = stats[c]
+            _, label, stats, centre = cv2.connectedComponentsWithStats(np.uint8(picture == k))
+            for c, (x, y, w, h, area) in enumerate(stats[1:], 1):
                 if area >= max(45, 0.28 * w * h):        # a rim of blended pixels is no object
                     mask = cv2.resize((label[y:y + h, x:x + w] == c).astype(np.float32), (16, 16),
                                       interpolation=cv2.INTER_AREA) > 0.5
@@ -185,8 +182,7 @@ def ocr(images, prompts, metadata):
 def geneval(images, prompts, metadata):
     """Graded facts in [0, 1]: mean of count right and shares of colours, shapes, places right."""
     scores = []
-    for found, facts in zip(find_objects(images), metadata):
-        wanted = facts["objects"]
+    for found, wanted in zip(find_objects(images), (f["objects"] for f in metadata)):
         both = [Counter(f[k] for f in found) & Counter(w[k] for w in wanted) for k in (0, 1)]
         right = sum(c.total() for c in both) + sum(f == w for f, w in zip(found, wanted))
         scores.append(((len(found) == len(wanted)) + right / max(len(found), len(wanted))) / 4)
@@ -207,14 +203,6 @@ def detail(images, prompts, metadata):
     return 1 - ((spread > 0.06) & (spread < 0.4)).float().mean((1, 2))
 
 
-def nearest(images, prompts, metadata):
-    """Closeness to the nearest perfect picture (four backgrounds), in [0, 1]; 16 x 16 pixels."""
-    small = F.avg_pool2d(images.float().cpu(), 4)
-    gaps = [(small - F.avg_pool2d(to_tensor([draw(f, background=b) for f in metadata]), 4)).abs()
-            .mean((1, 2, 3)) for b in BACKGROUNDS]
-    return (1 - 4 * torch.stack(gaps).amin(0)).clamp_min(0)
-
-
 @functools.cache
 def clip(name):
     """A tiny CLIPModel shipped in toy/ and the tokenizer that all of them share."""
@@ -231,21 +219,14 @@ def cosine(model, tokenizer, images, prompts):
 
 
 @torch.no_grad()
-def clipscore(images, prompts, metadata):
-    """Cosine of a contrastive model of the world (toy/clip), clamped at 0, in [0, 1]."""
-    return cosine(*clip("clip"), images, prompts).clamp_min(0)
+def clip_score(name, images, prompts, metadata):
+    """Cosine of a model in toy/, clamped at 0, in [0, 1]: the three below."""
+    return cosine(*clip(name), images, prompts).clamp_min(0)
 
 
-@torch.no_grad()
-def preference(images, prompts, metadata):
-    """Cosine of a Bradley-Terry preference model (toy/preference), clamped at 0, in [0, 1]."""
-    return cosine(*clip("preference"), images, prompts).clamp_min(0)
-
-
-@torch.no_grad()
-def second_clip(images, prompts, metadata):
-    """Held-out judge: as clipscore, from another seed, size and data (toy/judge), in [0, 1]."""
-    return cosine(*clip("judge"), images, prompts).clamp_min(0)
+clipscore = functools.partial(clip_score, "clip")            # a contrastive model of the world
+preference = functools.partial(clip_score, "preference")     # a Bradley-Terry preference model
+second_clip = functools.partial(clip_score, "judge")         # judge: another seed, size and data
 
 
 # ---------------------------------------------------------------- the build of toy/
@@ -438,9 +419,8 @@ def main(argv=None):
     lists = out.parent / "prompts"
     lists.mkdir(parents=True, exist_ok=True)
     for name, n, held, seed in (("toy-train", 512, False, 1), ("toy-heldout", 256, True, 2)):
-        scenes = prompt_list(n, held, seed)
-        for suffix, line in ((".jsonl", json.dumps), (".txt", lambda f: f["prompt"])):
-            (lists / (name + suffix)).write_text("".join(f"{line(f)}\n" for f in scenes))
+        lines = (json.dumps(facts) + "\n" for facts in prompt_list(n, held, seed))
+        (lists / f"{name}.jsonl").write_text("".join(lines))
     world = dataset(12000, 1)                                             # scenes, pictures
     if not (out / "model_index.json").exists():
         torch.manual_seed(0)

@@ -110,8 +110,8 @@ def snapshot(net, opt):
     """What a checkpoint holds, copied to the CPU: the EMA as diffusers wants it, and the state."""
     from peft import get_peft_model_state_dict
     state = {n: p for n, p in net.named_parameters() if "lora_" in n}
-    for k, moments in opt.state_dict()["state"].items():
-        state |= {f"adam.{k}.{key}": value for key, value in moments.items()}
+    state |= {f"adam.{k}.{key}": value for k, moments in opt.state_dict()["state"].items()
+              for key, value in moments.items()}
     return [{k: v.detach().to("cpu", copy=True).contiguous() for k, v in part.items()}
             for part in (get_peft_model_state_dict(net, adapter_name="ema"), state)]
 
@@ -179,20 +179,17 @@ def parse(argv):
     args = parser.parse_args(argv)
     key, args.why = choose_model(args, parser.error)
     for name, _, low, high, *defaults, _ in FLAGS:
-        dest = name.replace("-", "_")
+        dest, high = name.replace("-", "_"), args.steps if name == "levels" else high
         if getattr(args, dest) is None:
-            default = defaults[list(MODELS).index(key)]
-            setattr(args, dest, min(default, args.steps) if name == "levels" else default)
-        high = min(high, args.steps) if name == "levels" else high
+            setattr(args, dest, min(defaults[list(MODELS).index(key)], high))
         if not low <= getattr(args, dest) <= high:
             parser.error(f"--{name} {getattr(args, dest)}: expected {low} to {high}")
-    *names, stem = SETTINGS[key][args.setting]
-    curve = f"curves/{Path(args.model).name}-{args.setting}.safetensors"
-    for dest, default in zip(("rewards", "judges", "prompts", "eval_list", "curve"), (
-            *names, *(str(HERE / x) for x in (
-                f"prompts/{stem}-train.jsonl", f"prompts/{stem}-heldout.jsonl", curve)))):
-        if getattr(args, dest) is None:
-            setattr(args, dest, default)
+    rewards, judges, stem = SETTINGS[key][args.setting]
+    defaults = {"rewards": rewards, "judges": judges,
+                "prompts": f"{HERE}/prompts/{stem}-train.jsonl",
+                "eval_list": f"{HERE}/prompts/{stem}-heldout.jsonl",
+                "curve": f"{HERE}/curves/{Path(args.model).name}-{args.setting}.safetensors"}
+    vars(args).update({k: v for k, v in defaults.items() if getattr(args, k) is None})
     return args, parser.error
 
 
@@ -214,9 +211,8 @@ def main(argv=None):
             if saved[1] > args.epochs:
                 raise ValueError(f"--epochs {args.epochs}: the run is at {saved[1]}")
         rewards, judges = (load_rewards(x, device) for x in (args.rewards, args.judges))
-        judges = {k: f for k, f in judges.items() if k not in rewards}
+        both = rewards | judges | rewards             # in this order; a reward is no judge
         prompts, metadata = load_prompts(args.prompts, rewards.values())
-        both = rewards | judges
         held = tuple(x[:args.eval_prompts] for x in load_prompts(args.eval_list, both.values()))
         pipe = load_pipeline(args.model, getattr(torch, args.dtype), args.offline, args.t5)
         shape = latent_shape(pipe, args.size)                             # (C,h,w)
@@ -228,9 +224,8 @@ def main(argv=None):
                 except (KeyError, TypeError, ValueError) as error:
                     raise ValueError(f"reward {name} cannot score {path}:1: {error}") from None
         sigmas = noise_levels(pipe, T)                                    # (T+1,)
-        gain = torch.full((len(rewards), T), torch.nan)                   # (m,T), NaN: no curve
-        if args.weights != "static":
-            gain = load_curve(args, list(rewards), sigmas)
+        gain = (torch.full((len(rewards), T), torch.nan) if args.weights == "static"
+                else load_curve(args, list(rewards), sigmas))             # (m,T), NaN: no curve
         W = (row_weights(gain, args.lam, args.tau) if args.weights == "row"
              else sinkhorn(gain, args.lam, args.tau)[0])                  # (m,T); static: all NaN
     except (ValueError, OSError, AttributeError, SafetensorError) as error:
@@ -326,11 +321,10 @@ def main(argv=None):
         plan = torch.randperm(len(prompts), generator=generator(args.seed, "plan", epoch))[:P]
         of = plan[torch.arange(B) % P]                                    # (B,) prompt of an image
         raw = torch.zeros(m, B, dtype=torch.float64)
-        x0s = {}                                                          # chunk: clean latents
+        x0s, jobs = {}, {}                               # by chunk: clean latents, their scores
         mine = [c for c in range(len(parts)) if c // args.updates % world == rank]
         use(net, "old")
         with ThreadPoolExecutor(1) as pool:              # scores a chunk while the next is drawn
-            jobs = {}
             for c in tqdm(mine, f"sample {epoch}", leave=False, disable=rank > 0 or None):
                 index, pick = parts[c], of[parts[c]]
                 noise = normal(shape, args.seed, "sample", epoch, index=index).to(device)
@@ -404,14 +398,13 @@ def main(argv=None):
         for name in (n for n, row in zip(names, good) if row.min() == row.max()):
             say(f"epoch {epoch}: reward {name} is the same for every image")
         line |= {"reward": [x.mean().item() for x in good], "dead_groups": dead,
-                 "weights": bits.item(),
-                 "skipped": step - int(opt.state[new[0]].get("step", 0)),
+                 "weights": bits.item(), "skipped": step - int(opt.state[new[0]].get("step", 0)),
                  "reward_std": [x.std().item() for x in good],
-                 "not_finite": int((~raw.isfinite()).sum()), "r_min": r.min().item(),
-                 "r_max": r.max().item(), "loss": loss, "kl": kl,
+                 "not_finite": int((~raw.isfinite()).sum()),
+                 "r_min": r.min().item(), "r_max": r.max().item(), "loss": loss, "kl": kl,
                  "kl_share": args.kl_weight * kl / (args.kl_weight * kl + loss),
-                 "moved": moved, "grad_norm": norm, "sample_seconds": round(sampled, 2),
-                 "seconds": round(time.time() - clock, 2),
+                 "moved": moved, "grad_norm": norm,
+                 "sample_seconds": round(sampled, 2), "seconds": round(time.time() - clock, 2),
                  "loss_by_step": (log[3:3 + T] / log[3 + T:].clamp_min(1)).tolist()}
         say(f"epoch {epoch:4d}  reward sum {sum(line['reward']):.3f}  loss {loss:.3f}  |v-v_old| "
             f"{moved:.3f}  grad {norm:.2f}  {line['seconds']:.1f} s")
@@ -433,13 +426,13 @@ def main(argv=None):
         signal.signal(number, handler)
     # ------------------------------------------------------------ REPORT: base -> trained
     say(f"final evaluation on {len(held[0])} held-out prompts, base and trained, with judges")
-    before, after = (evaluate(pipe, name, held, eval_sigmas, rewards | judges, args.micro_batch,
-                              args.size, args.guidance) for name in (None, "ema"))
+    before, after = (evaluate(pipe, name, held, eval_sigmas, both, args.micro_batch, args.size,
+                              args.guidance) for name in (None, "ema"))
     if rank == 0:
         with (out / "metrics.jsonl").open("a") as file:
             file.write(json.dumps({"epoch": args.epochs, **summary(after[0][:m])}) + "\n")
         save_grid(out / "base-and-trained.png", torch.cat([before[1], after[1]]), 16)
-        lines = table(before[0], after[0], [*names, *judges], list(judges))
+        lines = table(before[0], after[0], [*both], [*both][m:])
         write(out / "report.md", "\n".join(lines) + "\n")
         say("\n".join(lines))
         plot_runs(out / "plot.png", {out: about})
