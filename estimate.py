@@ -251,8 +251,9 @@ def parse(argv):
 def calls(args, P, N, M):
     """Velocity calls: of the proposal or the policy's own path, and of the rollouts."""
     first = {"self": max(N, M) * args.steps, "cfg": N * 2 * CFG_STEPS}.get(args.proposal, 0)
-    rolled = 0 if args.estimator == "probe" else N * args.K * args.steps * (args.steps + 1) // 2
-    return P * (first + rolled)
+    pair = args.estimator == "pair"                   # knows D at the first level, the dearest one
+    rolled = N * args.K * args.steps * (args.steps + 1 - 2 * pair) // 2
+    return P * (first + rolled * (args.estimator != "probe"))
 
 
 @torch.no_grad()
@@ -348,7 +349,7 @@ def main(argv=None):
             path, _ = roll(lambda x, t, x0=clean: (x - x0) / t, noise, sigmas, 0, z[0])
         probe[:, T, index] = judge(path[-1], index)   # again: a judge may have its own randomness
         if args.estimator != "probe" and index[0] < P * N:
-            for j, k in ((j, k) for j in range(T) for k in range(args.K)):
+            for j, k in ((j, k) for j in range(args.estimator == "pair", T) for k in range(args.K)):
                 R[:, j, index, k] = judge(roll(policy, path[j], sigmas, j, z[k])[0][-1], index)
                 made += (T - j) * len(index)
     R, own, probe = (summed(x, device) for x in (R, own, probe))
@@ -372,7 +373,7 @@ def main(argv=None):
     save_file(data, part, about)                      # it stays if no curve can be read from it
     try:
         curves = {e: read(f"{part}={e}", args)
-                  for e in (args.estimator, *(("self", "probe") if M else ()))}
+                  for e in (args.estimator, *(["probe"] if M else ()))}
     except ValueError as error:
         fail(error)
     data |= {k: curves[args.estimator][k] for k in ("gain", "stderr", "D", "stderr_D")}

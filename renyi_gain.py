@@ -83,15 +83,16 @@ def _checked(R, alpha, estimator, pool, own, probe):
     R = torch.as_tensor(R).double()
     if R.ndim != 5 or R.shape[1] < 2 or R.numel() == 0:
         raise ValueError(f"R {tuple(R.shape)}: the shape must be (m, T+1, P, N, K), T >= 1")
-    m, _, P, N, _ = R.shape
+    m, levels, P, N, _ = R.shape
     _refuse(~(R.isfinite() & (R >= 0)), "has a negative or non-finite value; r must be >= 0")
     _refuse(R[:, -1] != R[:, -1, ..., :1], "varies over K at the last, clean level; wrong order?")
     own = R[:, -1, ..., 0] if own is None else torch.as_tensor(own).double()
-    if own.ndim != 3 or own.shape[:2] != (m, P) or own.shape[2] < N or not own.isfinite().all():
-        raise ValueError(f"own {tuple(own.shape)}: the shape must be {m, P}, M >= {N}, all finite")
-    probe = probe if probe is None else torch.as_tensor(probe).double()
-    if probe is not None and not (probe[:, 0].shape == own.shape and probe.isfinite().all()):
-        raise ValueError(f"probe {tuple(probe.shape)}: the shape must be (m, T+1, P, M), finite")
+    spare = own.shape[-1] - N if own.shape[:-1] == (m, P) else -1
+    if spare < 0 or spare and estimator == "probe" or not (own.isfinite() & (own >= 0)).all():
+        raise ValueError(f"own {tuple(own.shape)}: its shape is {m, P}, M >= {N} (probe: =); finite")
+    probe = None if probe is None else torch.as_tensor(probe).double()
+    if not (probe is None or probe.shape == (m, levels, *own.shape[1:]) and probe.isfinite().all()):
+        raise ValueError(f"probe {tuple(probe.shape)}: the shape must be {m, levels}, P, M; finite")
     if estimator in ("pair", "probe") and (alpha != 2 or N < 2):
         raise ValueError(f"{estimator} needs alpha = 2 and N >= 2; got {alpha} and N = {N}")
     if estimator == "positive" and alpha < 1:
@@ -145,17 +146,17 @@ def _moments(R, alpha, estimator, own, probe):
     # At alpha = 2, D = log(1 + Var_old[mu] / Z^2); the square of a mean is too high by its variance
     Z2 = own.mean(-1) ** 2 - own.var(-1) / own.shape[-1]  # (m, P)
     cov = explained(own[:, None], R[..., 0])[0] if estimator == "probe" else _pair(R, own, probe)
+    cov[:, 0] = 0.0  # pure noise decides nothing: no rollout is needed to know it
     return Z2[:, None] + cov, Z2[:, None].expand_as(cov), 1.0
 
 
 def _covariance(a, b):
     """Unbiased covariance over the last axis."""
-    return ((a - a.mean(-1, keepdim=True)) * b).sum(-1) / (a.shape[-1] - 1)
+    return ((a - a.mean(-1, True)) * (b - b.mean(-1, True))).sum(-1) / (a.shape[-1] - 1)
 
 
-# 6. Pair (ours). Two independent draws of x0 from one x_t have Cov[r_1, r_2] = Var[mu] exactly, and
-# the clean sample is one, as (x0, x_t) is drawn jointly: K rollouts give K + 1 draws. Analysis of
-# variance over N states independent of each other:
+# 6. Pair (ours). Two independent draws of x0 from one x_t have Cov[r_1, r_2] = Var[mu] exactly; the
+# clean sample is one of them: K rollouts give K + 1 draws. Analysis of variance over N states:
 #   E[between] = draws Var[mu] + E[Var[r|x_t]],  E[within] = E[Var[r|x_t]]:  cov is unbiased.
 # Exact for any sampler on whose own path x_t lies. With x_t = noised(x0) it needs rollouts from
 # p(x0|x_t): with ten equal steps on a Gaussian, .58 of Var[r] at t = .3 where the path has .76.
@@ -179,17 +180,17 @@ def _pair(R, own, probe):
     return cov
 
 
-# 7. Probe (ours). Cauchy-Schwarz: Var[mu] >= Cov[mu, f]^2 / Var[f] = Cov[r, f]^2 / Var[f] for every
-# f(x_t), the variance that the best line slope f explains: = 2 Cov[r, slope f] - Var[slope f].
-# Var[f] alone bounds nothing. The line is fitted to the same n - P degrees of freedom, which adds
-# the residual variance / (n - P) to the explained one, as in an adjusted R^2: it is taken off.
+# 7. Probe (ours). Cauchy-Schwarz: Var[mu] >= Cov[mu, f]^2 / Var[f] = Cov[r, f]^2 / Var[f], for any
+# f(x_t): what the best line slope f explains, 2 Cov[r, slope f] - Var[slope f]. Fitting it to the
+# same n - P degrees of freedom adds residual variance / (n - P): taken off, as in an adjusted R^2.
 # Test: test_probe_is_a_lower_bound_and_exact_for_a_linear_predictor
 def explained(r, f):
     """Variance (..., P) of r (..., P, M) that slope * f (..., P, M) explains, one slope for all P
     prompts, and slope * f itself; 0 for a constant f. Leading axes broadcast: r[:, None] and
     f[None] compare every reward with every predictor. Ours; a lower bound of Var_old[mu]."""
     cov, var = _covariance(r, f), _covariance(f, f)  # (..., P)
-    slope = (cov.sum(-1, keepdim=True) / var.sum(-1, keepdim=True)).nan_to_num()  # (..., 1)
+    least = 1e-20 * f.square().sum((-2, -1))[..., None]  # a constant f has var by rounding
+    slope = torch.where(var.sum(-1, True) > least, cov.sum(-1, True) / var.sum(-1, True), 0.0)
     part = 2 * slope * cov - slope**2 * var  # (..., P)
     free = r.shape[-2] * (r.shape[-1] - 1) - 1
     return part - (_covariance(r, r) - part) * (slope != 0) / free, slope[..., None] * f

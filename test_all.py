@@ -1317,91 +1317,6 @@ def test_static_weights_need_a_step_and_a_budget():
             sk.static_weights(lam, T)
 
 
-def write_curve(path, names="ocr,clipscore,detail", drop=(), **change):
-    gain, _ = random_curves(3, 6, seed=11)
-    D = torch.cat([torch.zeros(3, 1, dtype=torch.float64), gain.cumsum(1)], dim=1)
-    sigmas = torch.tensor([1, 0.9375, 0.8571, 0.75, 0.6, 0.375, 0])
-    tensors = {"gain": gain, "stderr": 0.1 * gain, "D": D, "sigmas": sigmas} | change
-    tensors = {name: tensor for name, tensor in tensors.items() if name not in drop}
-    save_file(tensors, path, metadata={"rewards": names})
-    return gain
-
-
-def test_command_line_prints_the_weights_and_their_marginals(tmp_path, capsys):
-    gain = write_curve(tmp_path / "c.safetensors")
-    sk.main([str(tmp_path / "c.safetensors"), "--lam", "2,1,1", "--tau", "0.5"])
-    lines = capsys.readouterr().out.splitlines()
-    W, _ = sk.sinkhorn(gain, [2, 1, 1], tau=0.5)
-    assert "1/(mT)" in lines[0] and "tau 0.5" in lines[0]
-    assert lines[1].split()[:5] == ["step", "sigma", "ocr", "clipscore", "detail"]
-    table = np.array([[float(cell) for cell in line.split()] for line in lines[2:8]])
-    assert np.abs(table[:, 0] - np.arange(6)).max() == 0 and table[0, 1] == 1
-    assert np.abs(table[:, 2:5] - 18 * W.T.numpy()).max() < 6e-4
-    assert np.abs(table[:, 5] - 1).max() < 1e-6
-    assert lines[8].split()[2:] == ["0.500000", "0.250000", "0.250000"]
-    spread = f"{18 * W.min():.2f} to {18 * W.max():.2f}"
-    assert lines[9].startswith("residual ") and spread in lines[9]
-
-
-def test_command_line_plot_is_a_small_png_and_leaves_nothing_else(tmp_path, capsys):
-    write_curve(tmp_path / "c.safetensors")
-    plot = tmp_path / "W.png"
-    plot.write_bytes(b"old")
-    sk.main([str(tmp_path / "c.safetensors"), "--lam", "2,0,1", "--plot", str(plot)])
-    data = plot.read_bytes()
-    assert data[:8] == b"\x89PNG\r\n\x1a\n" and len(data) < 200_000
-    assert {p.name for p in tmp_path.iterdir()} == {"c.safetensors", "W.png"}
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["no.safetensors", "--lam", "1,1,1"], "no.safetensors"),
-        (["text.safetensors", "--lam", "1,1,1"], "text.safetensors: expected a curve"),
-        (["cut.safetensors", "--lam", "1,1,1"], "cut.safetensors: expected a curve"),
-        (["empty.safetensors", "--lam", "1,1,1"], "empty.safetensors: expected a curve"),
-        ([".", "--lam", "1,1,1"], ".: expected a curve"),
-        (["nogain.safetensors", "--lam", "1,1,1"], "nogain.safetensors: .*gain"),
-        (["nosigmas.safetensors", "--lam", "1,1,1"], "nosigmas.safetensors: .*sigmas"),
-        (["names.safetensors", "--lam", "1,1"], "names.safetensors: .*2 reward names"),
-        (["partly.safetensors", "--lam", "1,1,1"], "partly.safetensors: .*row 2"),
-        (["c.safetensors", "--lam", "1,1"], "--lam: expected 3 budgets"),
-        (["c.safetensors", "--lam", "1,x,1"], "--lam: .*1,x,1.*2,1,1,1"),
-        (["c.safetensors", "--lam="], "--lam"),
-        (["c.safetensors", "--lam=-1,1,1"], "--lam: .*>= 0"),
-        (["c.safetensors", "--lam=0,0,0"], "--lam: .*not all zero"),
-        (["c.safetensors"], "--lam"),
-        (["c.safetensors", "--lam", "1,1,1", "--tau", "0"], "--tau: .*> 0"),
-        (["c.safetensors", "--lam", "1,1,1", "--tau", "nan"], "--tau: .*> 0"),
-        (["c.safetensors", "--lam", "1,1,1", "--tau", "warm"], "--tau"),
-        (["c.safetensors", "--lam", "1,1,1", "--plot", "no/W.png"], "--plot no/W.png.*existing"),
-        (["c.safetensors", "--lam", "1,1,1", "--plot", "W.jpg"], "--plot W.jpg.*png"),
-        (["c.safetensors", "--lam", "1,1", "--plot", "W.png"], "--lam"),
-    ],
-)
-def test_command_line_mistakes_are_one_line_and_write_nothing(
-    arguments, message, tmp_path, monkeypatch, capsys
-):
-    monkeypatch.chdir(tmp_path)
-    gain = write_curve("c.safetensors")
-    gain[2, 1] = math.nan
-    write_curve("partly.safetensors", gain=gain)
-    write_curve("nogain.safetensors", drop=("gain",))
-    write_curve("nosigmas.safetensors", drop=("sigmas",))
-    write_curve("names.safetensors", names="ocr,clipscore")
-    data = (tmp_path / "c.safetensors").read_bytes()
-    (tmp_path / "cut.safetensors").write_bytes(data[:-8])
-    (tmp_path / "empty.safetensors").write_bytes(b"")
-    (tmp_path / "text.safetensors").write_text("gain 1 2")
-    before = {p.name for p in tmp_path.iterdir()}
-    with pytest.raises(SystemExit) as stop:
-        sk.main(arguments)
-    out, err = capsys.readouterr()
-    assert stop.value.code == 2 and out == "" and err.count("\n") == 1
-    assert re.search(message, err), err
-    assert {p.name for p in tmp_path.iterdir()} == before
-
-
 # ---------------------------------------------------------------- nft_loss.py
 
 
@@ -3519,7 +3434,7 @@ def test_a_folder_of_pictures_is_read_prompt_by_prompt(tmp_path):
 
 
 PROGRAMS = {"train.py": train, "estimate.py": estimate, "evaluate.py": evaluate,
-            "sinkhorn.py": sk, "toy.py": toy}
+            "toy.py": toy}
 
 
 def launch(script, *flags, processes=1):
@@ -3757,7 +3672,6 @@ BAD = [
     ("estimate.py", "--estimator pair --proposal self --alpha 4", "alpha"),
     ("evaluate.py", "none", "none"), ("evaluate.py", "a a", "once"),
     ("evaluate.py", "none --eval-prompts 1", "--eval-prompts 1"),
-    ("sinkhorn.py", "none.safetensors --lam 1,1,1,1", "none.safetensors"),
     ("toy.py", "", "--build"), ("toy.py", "--build --seed 1", "--seed"),
     *(("train.py", f"--{flag}", f"--{flag}") for flag in (
         "keep 0", "t5 2", "checkpointing 2", "compile -1", "save-every 0", "eval-every -1",
@@ -3801,11 +3715,7 @@ BAD = [
     ("estimate.py", "--lora {bad} --out a.safetensors", "{bad}"),
     ("evaluate.py", "--out x", "runs"), ("evaluate.py", "none --eval-prompts x", "--eval-prompts"),
     ("evaluate.py", "{bad}", "{bad}"), ("evaluate.py", "{bad} --scores x", "{bad}"),
-    ("sinkhorn.py", "{bad}/short.safetensors --lam 1", "short.safetensors"),
-    ("sinkhorn.py", "{here}/curves/toy-ocr.safetensors", "--lam"),
-    ("sinkhorn.py", "{here}/curves/toy-ocr.safetensors --lam 1,1,1,-1", "lam"),
-    ("sinkhorn.py", "{here}/curves/toy-ocr.safetensors --lam 1,1,1,1 --tau 0", "tau"),
-    ("sinkhorn.py", "{here}/curves/toy-ocr.safetensors --lam 1,1,1,1 --plot a.jpg", "a.jpg"),
+
 ]
 
 
@@ -3997,8 +3907,9 @@ def test_checkpointing_changes_nothing(curve, run, tmp_path):
         assert torch.allclose(a, b, atol=1e-6)
 
 
-def test_scores_of_a_judge_that_ran_elsewhere_are_merged_by_index(run, tmp_path, capsys):
-    out = tmp_path / "evaluation"
+def test_the_readme_adds_a_judge_that_ran_elsewhere_by_index(run, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    out = tmp_path / "runs/evaluation"
     launch("evaluate.py", run[0], "--eval-prompts", 4, "--out", out)
     lines = [json.loads(x) for x in (out / "images/prompts.jsonl").read_text().splitlines()]
     assert [x["index"] for x in lines] == list(range(8)) and lines[4]["run"] == str(run[0])
@@ -4010,21 +3921,18 @@ def test_scores_of_a_judge_that_ran_elsewhere_are_merged_by_index(run, tmp_path,
     assert again == pytest.approx(results["scores"]["base"][i] + results["scores"][str(run[0])][i],
                                   abs=2e-3)                              # up to eight bits of a PNG
     scores = [json.dumps({"index": k, "score": -k / 7}) for k in range(8)]
-    (tmp_path / "a.jsonl").write_text("\n".join(scores[::-1]))
-    launch("evaluate.py", run[0], "--out", out, "--scores", f"mine={tmp_path}/a.jsonl")
-    assert "| mine (judge) | -0.214 | -0.786 | -0.571 +-" in (out / "table.md").read_text()
-    index = "each index from 0 to 7 once"
-    for bad, words in ((scores[1:], index), ([*scores, scores[3]], index), ([], index),
-                       ([*scores[:7], '{"index": 8, "score": 1}'], index),
-                       ([*scores[:7], '{"index": 7, "score": NaN}'], "finite"),
-                       ([*scores[:7], '{"index": 7}'], "score"), (["x"], "b.jsonl")):
-        (tmp_path / "b.jsonl").write_text("\n".join(bad))
-        before = (out / "results.json").read_bytes()
-        with pytest.raises(SystemExit):
-            launch("evaluate.py", run[0], "--out", out, "--scores", f"other={tmp_path}/b.jsonl")
-        error = capsys.readouterr().err
-        assert words in error and len(error.splitlines()) == 1, error
-        assert before == (out / "results.json").read_bytes()
+    recipe, file = readme_code("imagereward.jsonl\""), tmp_path / "imagereward.jsonl"
+    file.write_text("\n".join(scores[::-1]))
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        exec(recipe, {})
+    assert "| imagereward (judge) | -0.214 | -0.786 | -0.571 +-" in printed.getvalue()
+    kept = [x for x in (out / "table.md").read_text().splitlines() if x.startswith("| toy.ocr |")]
+    assert kept[0] in printed.getvalue()
+    for bad in (scores[1:], [*scores, scores[3]], [], [*scores[:7], '{"index": 8, "score": 1}'],
+                [*scores[:7], '{"index": 7, "score": NaN}']):
+        file.write_text("\n".join(bad))
+        with pytest.raises(SystemExit, match="imagereward.jsonl: expected each index"):
+            exec(recipe, {})
 
 
 def test_a_run_folder_names_no_code_that_evaluation_executes(run, tmp_path, capsys):
@@ -4519,7 +4427,8 @@ def test_nothing_of_a_strangers_file_is_unpickled_or_followed(curve, run, tmp_pa
     for script, *flags in (("evaluate.py", evil, "--eval-prompts", 2, "--out", tmp_path / "out"),
                            ("train.py", *TRAIN, "--out", evil, "--curve", curve[0], "--resume"),
                            ("train.py", *TRAIN, "--curve", tmp_path / "curve.safetensors"),
-                           ("sinkhorn.py", tmp_path / "curve.safetensors", "--lam", 1),
+                           ("estimate.py", "--show", tmp_path / "curve.safetensors", "--out",
+                            tmp_path / "a.png"),
                            ("estimate.py", *ESTIMATE, "--lora", evil / "checkpoint-00002", "--out",
                             tmp_path / "a.safetensors")):
         with pytest.raises(SystemExit) as stopped:
@@ -4530,9 +4439,9 @@ def test_nothing_of_a_strangers_file_is_unpickled_or_followed(curve, run, tmp_pa
 
 def test_a_wrong_flag_is_refused_before_anything_heavy_is_imported():
     code = "\n".join((
-        "import sys, estimate, evaluate, sinkhorn, train",
+        "import sys, estimate, evaluate, train",
         "for program, flags in ((train, ['--lr', '7']), (estimate, ['--K', '0']),",
-        "                       (evaluate, ['none']), (sinkhorn, ['none', '--lam', '1'])):",
+        "                       (evaluate, ['none']), (estimate, ['--show', 'none'])):",
         "    try: program.main(flags)",
         "    except SystemExit as stopped: print(stopped.code)",
         "print(sorted({'diffusers', 'transformers', 'peft', 'cv2', 'matplotlib', 'rapidocr'}"
@@ -4604,7 +4513,7 @@ def test_the_readme_reward_runs_beside_a_built_in_one(tmp_path, monkeypatch, cap
 
 def test_readme_commands_name_flags_that_exist():
     readme = (HERE / "README.md").read_text()
-    for script in ("train", "estimate", "evaluate", "sinkhorn", "toy"):
+    for script in ("train", "estimate", "evaluate", "toy"):
         source = (HERE / f"{script}.py").read_text()
         for command in re.findall(rf"(?:python|per_node=2) {script}\.py([^\n`#|&]*)", readme):
             for flag in re.findall(r"--([a-zA-Z][\w-]*)", command):

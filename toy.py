@@ -32,16 +32,14 @@ from PIL import Image, ImageDraw, ImageFont
 from tqdm import tqdm
 
 FOLDER = Path(__file__).resolve().parent / "toy"
-SIZE, ZOOM = 64, 4                                   # pixels a side; drawn 4 x larger, averaged
+SIZE, ZOOM, TEXT_TOP, CELL = 64, 4, 42, 13           # side, drawn x larger, text band, letter pitch
 COLOURS = {"red": (220, 40, 40), "green": (40, 160, 60), "blue": (50, 80, 220),
            "yellow": (240, 200, 40), "purple": (150, 60, 190), "orange": (245, 130, 30)}
 SHAPES = ["circle", "square", "triangle", "star"]
 BACKGROUNDS = [(250, 250, 250), (226, 236, 250), (250, 238, 220), (224, 226, 228)]
-INK = (30, 30, 30)
-LENGTH, SHIFT = 20, 1.0                             # tokens per caption; the scheduler's shift
+INK, LENGTH, SHIFT = (30, 30, 30), 20, 1.0          # tokens per caption; the scheduler's shift
 WORDS = [a + b + c for a in "BCDFGHJKLMNPRSTVWXZ" for b in "AEIOU" for c in "BCDFGKLMNPRSTXYZ"
          if a + b + c not in {"RED", "SEX", "FAG", "TIT", "CUM", "KUM", "NIG", "COC", "DIC"}]
-TEXT_TOP, CELL = 42, 13                              # text band and letter pitch, pixels
 # matplotlib ships this font, so the pictures are the same everywhere; 21 px
 FONT = ImageFont.truetype(f"{get_data_path()}/fonts/ttf/DejaVuSansMono-Bold.ttf", 21 * ZOOM)
 
