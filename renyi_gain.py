@@ -89,7 +89,7 @@ def _checked(R, alpha, estimator, pool, own, probe):
     own = R[:, -1, ..., 0] if own is None else torch.as_tensor(own).double()
     spare = own.shape[-1] - N if own.shape[:-1] == (m, P) else -1
     if spare < 0 or spare and estimator == "probe" or not (own.isfinite() & (own >= 0)).all():
-        raise ValueError(f"own {tuple(own.shape)}: its shape is {m, P}, M >= {N} (probe: =); finite")
+        raise ValueError(f"own {tuple(own.shape)}: the shape: {m, P}, M >= {N} (probe =), finite")
     probe = None if probe is None else torch.as_tensor(probe).double()
     if not (probe is None or probe.shape == (m, levels, *own.shape[1:]) and probe.isfinite().all()):
         raise ValueError(f"probe {tuple(probe.shape)}: the shape must be {m, levels}, P, M; finite")
