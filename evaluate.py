@@ -36,7 +36,7 @@ SETTINGS = {
            "geneval": ("geneval,clipscore,hpsv2,pickscore", "geneval_strict,aesthetic", "geneval")}}
 # What a model wants: image size, T5 tokens (SD3 without T5 still wants them, as zeros), dtype, pi+.
 MODELS = {"toy": {"size": 64, "text_tokens": 0, "dtype": "float32", "proposal": "toy.py:render"},
-          SD35: {"size": 512, "text_tokens": 256, "dtype": "bfloat16", "proposal": "self"}}
+          SD35: {"size": 512, "text_tokens": 256, "dtype": "bfloat16", "proposal": "cfg"}}
 
 
 # ------------------------------------------------------------ what the other programs share

@@ -983,8 +983,8 @@ def panels_of_the_mixture(axes):
     panel(axes[3], title, TEN, lines, exact[hit])
 
 
-def panels_of_the_miniature(axes, own, proposal):
-    """The same four points for toy.ocr, from two files by estimate.py."""
+def panels_of_the_miniature(axes, plug_in, own, proposal):
+    """The same four points for toy.ocr, from three files by estimate.py."""
 
     def read(path):
         with safe_open(path, "pt") as file:
@@ -994,12 +994,14 @@ def panels_of_the_miniature(axes, own, proposal):
         n = f"toy.ocr, n = {R[0, 0, ..., 0].numel():,}, K = {R.shape[-1]}, seed {about['seed']}"
         return R, mine, probe, data["sigmas"], n
 
-    R, mine, probe, sigmas, n = read(own)
+    R, _, _, sigmas, n = read(plug_in)
     quarters = [("few states, a quarter of the prompts", raw_gain(R[:, :, k::4])) for k in range(4)]
     raw = [*quarters, ("many states, all prompts", raw_gain(R))]
     panel(axes[0], f"(e) log-moments as they are\n{n}", sigmas, raw)
+    flat = with_error(R, "self")[1]
+    R, mine, probe, sigmas, n = read(own)
     pair = with_error(R, "pair", mine, probe)
-    lines = [("plug-in", with_error(R, "self")[1]), ("pair", pair[1])]
+    lines = [("plug-in, file of (e)", flat), ("pair", pair[1])]
     panel(axes[1], f"(f) each level over its own mean\n{n}", sigmas, lines)
     lines = [("pair", pair[0])]
     if probe is not None:
@@ -1011,10 +1013,10 @@ def panels_of_the_miniature(axes, own, proposal):
     panel(axes[3], f"(h) states of a proposal\n{n}", sigmas, lines)
 
 
-def plot_estimators(path, own=None, proposal=None):
-    """figures/estimators.png: what each estimator makes of a known curve and, from the curve files
-    own (the policy's own states) and proposal by estimate.py, of the miniature. Bands: one
-    standard error; n counts noisy states a level.
+def plot_estimators(path, plug_in=None, own=None, proposal=None):
+    """figures/estimators.png: what each estimator makes of a known curve and, from three curve files
+    by estimate.py (plug-in and pair of the policy's own states, a proposal), of the miniature.
+    Bands: one standard error; n counts noisy states a level.
 
     python -c "import test_all; test_all.plot_estimators('figures/estimators.png')"
     """
@@ -1024,9 +1026,61 @@ def plot_estimators(path, own=None, proposal=None):
     axes = figure.subplots(2 if own else 1, 4, squeeze=False)
     panels_of_the_mixture(axes[0])
     if own:
-        panels_of_the_miniature(axes[1], own, proposal)
+        panels_of_the_miniature(axes[1], plug_in, own, proposal)
     figure.savefig(drawn := io.BytesIO(), format="png", dpi=80)
     Image.open(drawn).convert("RGB").quantize().save(path)  # half the bytes
+
+
+# --- the cost: not a test
+
+
+def profile_noise(R):
+    """Variance (m,) of a state's profile, the gains less their mean, summed over steps: within and
+    between prompts. R (m, T+1, P, N, K); alpha = 2, delta method."""
+    r = R.double().mean(-1)                                                           # (m,T+1,P,N)
+    x = (r / r.mean((2, 3), keepdim=True)).diff(dim=1)                                # (m,T,P,N)
+    x = x - x.mean(1, keepdim=True)
+    within = x.var(-1).mean(-1)                                                        # (m,T)
+    return within.sum(1), (x.mean(-1).var(-1) - within / x.shape[-1]).clamp(min=0).sum(1)
+
+
+@torch.no_grad()
+def independent_rollouts(P=64, N=4, K=4, seed=0):
+    """R (m, T+1, P, N, K) of the miniature under the renderer, as a plain reading of the paper's
+    B.1 has it: fresh noise for each level and rollout. Takes P N K 55 velocity calls."""
+    functions = rewards.load_rewards(evaluate.SETTINGS["toy"]["ocr"][0], "cpu")
+    prompts, facts = rewards.load_prompts(HERE / "prompts/toy-train.jsonl")
+    pick = torch.randperm(len(prompts), generator=evaluate.generator(seed, "prompts"))[:P]
+    prompts, facts = [prompts[k] for k in pick], [facts[k] for k in pick]
+    pipe = evaluate.load_pipeline("toy", torch.float32)
+    sigmas = evaluate.noise_levels(pipe, 10)
+    text, = evaluate.encode_prompts(pipe, [prompts], 0, torch.device("cpu"))
+    clean = estimate.encode(pipe, toy.render(prompts * N, facts * N, seed))          # (N*P,4,16,16)
+    rng, R = torch.Generator().manual_seed(seed), torch.zeros(len(functions), 11, N, P, K)
+    for n in range(N):
+        x0 = clean[n * P:][:P]
+
+        def policy(x, t):
+            return evaluate.velocity(pipe.transformer, x, t, text)
+
+        for j, k in itertools.product(range(11), range(K)):
+            if k == 0:
+                x = noised(x0, sigmas[j].item(), torch.randn(x0.shape, generator=rng))
+            z = torch.randn((10, *x0.shape), generator=rng)
+            end = estimate.roll(policy, x, sigmas, j, z)[0][-1]
+            R[:, j, n, :, k] = rewards.score(functions, evaluate.decode(pipe, end), prompts, facts)
+    return R.transpose(2, 3)
+
+
+def compare_cost(curve=HERE / "curves/toy-ocr.safetensors"):
+    """Velocity calls that estimate.py's curve takes for one standard error of the profile, as a
+    share of what K = 4 takes with P 64, N 4; each way with its own split of prompts and states."""
+    shares = []
+    for R, each in ((load_file(curve)["R"], 55), (independent_rollouts(), 4 * 55)):
+        within, between = profile_noise(R)
+        P, N = R.shape[2:4]
+        shares.append(P * N * each * (within / (P * N) + between / P))
+    return (shares[0] / shares[1]).tolist()
 
 
 # ---------------------------------------------------------------- sinkhorn.py
