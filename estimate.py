@@ -70,9 +70,9 @@ def roll(v, x, sigmas, start, noise):
     Returns every state from start on, the clean one last, and x0_hat at each but that."""
     path, x0_hat = [x], []
     for t, s, z in zip(sigmas[start:-1].tolist(), sigmas[start + 1:].tolist(), noise[start:]):
-        velocity = v(path[-1], t)
-        x0_hat.append(path[-1] - t * velocity)
-        path.append(ancestral_step(path[-1], velocity, t, s, z))
+        v_t = v(path[-1], t)
+        x0_hat.append(path[-1] - t * v_t)
+        path.append(ancestral_step(path[-1], v_t, t, s, z))
     return path, x0_hat
 
 

@@ -1014,8 +1014,8 @@ def panels_of_the_miniature(axes, plug_in, own, proposal):
 
 
 def plot_estimators(path, plug_in=None, own=None, proposal=None):
-    """figures/estimators.png: what each estimator makes of a known curve and, from three curve files
-    by estimate.py (plug-in and pair of the policy's own states, a proposal), of the miniature.
+    """figures/estimators.png: what each estimator makes of a known curve and, from three files
+    of estimate.py (plug-in and pair of the policy's own states, a proposal), of the miniature.
     Bands: one standard error; n counts noisy states a level.
 
     python -c "import test_all; test_all.plot_estimators('figures/estimators.png')"
@@ -3975,7 +3975,7 @@ def test_the_readme_adds_a_judge_that_ran_elsewhere_by_index(run, tmp_path, monk
     assert again == pytest.approx(results["scores"]["base"][i] + results["scores"][str(run[0])][i],
                                   abs=2e-3)                              # up to eight bits of a PNG
     scores = [json.dumps({"index": k, "score": -k / 7}) for k in range(8)]
-    recipe, file = readme_code("imagereward.jsonl\""), tmp_path / "imagereward.jsonl"
+    recipe, file = readme_code("expected each index"), tmp_path / "imagereward.jsonl"
     file.write_text("\n".join(scores[::-1]))
     with contextlib.redirect_stdout(io.StringIO()) as printed:
         exec(recipe, {})
