@@ -95,7 +95,6 @@ def read(spec, args):
         D, draws = renyi_divergence(R, *how), bootstrap(R, *how)          # (m,T+1), (200,m,T+1)
         stderr_D, stderr = draws.std(0), draws.diff(dim=-1).std(0)
         gains = torch.cat([D[None], draws]).diff(dim=-1)                  # (201,m,T)
-        raw = gains[0].clone()
         gains[:, D[:, -1] <= 2 * stderr_D[:, -1]] = torch.nan
         gains = torch.stack([shrink(g, stderr * args.shrink) for g in gains])
         gains[~gains.isfinite().all(-1)] = torch.nan
@@ -103,7 +102,7 @@ def read(spec, args):
             W = torch.stack([sinkhorn(g, args.lam or [1.0] * len(names))[0] for g in gains])
     except (OSError, KeyError, ValueError, SafetensorError) as error:
         raise ValueError(f"{spec}: expected a curve file of estimate.py: {error}") from None
-    W = (W / W.mean(2, keepdim=True)).nan_to_num()                        # over static weights
+    raw, W = D.diff(dim=-1), (W / W.mean(2, keepdim=True)).nan_to_num()    # W over static weights
     clear = (raw - raw.mean(1, keepdim=True)).norm(dim=1) / stderr.norm(dim=1)
     return {"names": names, "sigmas": sigmas, "D": D, "stderr_D": stderr_D, "gain": gains[0],
             "raw": raw, "stderr": stderr, "clear": clear.where(gains[0].isfinite().all(1), 0.0),
@@ -128,7 +127,9 @@ def report(curves):
 
 def plot_curves(path, curves):
     """PNG, a column per curve: gains and D with bands of one error, and W over static weights."""
+    from io import BytesIO
     from matplotlib.figure import Figure
+    from PIL import Image
     T = len(next(iter(curves.values()))["sigmas"])
     figure = Figure(figsize=((2 + 0.45 * T) * len(curves), 8), layout="constrained")
     for (top, middle, bottom), (label, c) in zip(
@@ -156,7 +157,8 @@ def plot_curves(path, curves):
             axis.set_xticks(ticks, levels, fontsize=6)
             axis.set_xlim(ticks[0] - 0.1, ticks[-1] + 0.1)
             axis.title.set_fontsize(9)
-    figure.savefig(f"{path}.part", format="png", dpi=80)
+    figure.savefig(drawn := BytesIO(), dpi=80)
+    Image.open(drawn).convert("RGB").quantize(64).save(f"{path}.part", "PNG")       # half the bytes
     os.replace(f"{path}.part", path)
 
 
@@ -175,8 +177,7 @@ def load_curve(args, names, sigmas):
         raise ValueError(
             f"--curve {args.curve}: {error}; `python estimate.py --model {args.model} --steps "
             f"{args.steps} --rewards {args.rewards} --out FILE` or --weights static") from None
-    flat = torch.full_like(gain[0], torch.nan)
-    return torch.stack([gain[known.index(n)] if n in known else flat for n in names])
+    return torch.stack([gain[known.index(n)] if n in known else gain[0] * torch.nan for n in names])
 
 
 def parse(argv):
@@ -249,10 +250,9 @@ def parse(argv):
 
 
 def calls(args, P, N, M):
-    """Velocity calls: of the proposal or the policy's own path, and of the rollouts."""
+    """Velocity calls: the proposal's or the own path's; the rollouts', for pair not of level 0."""
     first = {"self": max(N, M) * args.steps, "cfg": N * 2 * CFG_STEPS}.get(args.proposal, 0)
-    pair = args.estimator == "pair"                   # knows D at the first level, the dearest one
-    rolled = N * args.K * args.steps * (args.steps + 1 - 2 * pair) // 2
+    rolled = N * args.K * args.steps * (args.steps + 1 - 2 * (args.estimator == "pair")) // 2
     return P * (first + rolled * (args.estimator != "probe"))
 
 
