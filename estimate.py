@@ -10,8 +10,8 @@ Paper: ReCAST (arXiv 2609.13425), section 3.3, appendix B.1; the statistics are 
 
 R (m, T+1, P, N, K) rewards: m rewards, T steps, P prompts, N states per prompt, K rollouts each.
 Differences from the paper, as far as we know its text
- 1. Rollouts take the ancestral step (renyi_gain.py), which draws from p(x0 | x_t); an ODE does not.
- 2. A state and its rollouts use one set of noises at all levels, so that what neighbouring levels
+ 1. Rollouts take the ancestral step (renyi_gain.py): draws from p(x0 | x_t) as its steps shrink.
+ 2. Each path and each rollout keeps its noises at all levels, so that what neighbouring levels
     have in common cancels in their difference. K = 1 by default, unbiased at alpha = 2.
  3. The proposal is a function, a folder of pictures, the policy with guidance ("cfg") or the policy
     itself ("self"); then the states are those of its own path, which makes "pair" exact.
@@ -79,18 +79,18 @@ def roll(v, x, sigmas, start, noise):
 def read(spec, args):
     """A dict from a curve file, given as FILE, FILE=ALPHA or FILE=ESTIMATOR: D, gain, the W of
     --lam, the errors of all three. A reward whose total is within two errors of 0 has no curve: a
-    row of NaN, which W takes as flat. ValueError: no curve file, or none of renyi_gain.py's."""
+    row of NaN, a constant kernel row for W. ValueError: no curve file, or renyi_gain.py's."""
     file, _, how = (spec, "", "") if Path(spec).is_file() else spec.rpartition("=")
     try:
         with safe_open(file, "pt") as opened:
             about, data = opened.metadata() or {}, {k: opened.get_tensor(k) for k in opened.keys()}
         names, number = about["rewards"].split(","), re.fullmatch(r"[\d.]+", how)
         R, sigmas, own, probe = data["R"], data["sigmas"], data.get("own"), data.get("probe")
-        if R.shape[:2] != (len(names), len(sigmas)):
-            raise ValueError(f"R {tuple(R.shape)} is not of {names} and {len(sigmas)} levels")
         estimator = about["estimator"] if number or not how else how
-        if estimator == "probe" and probe is not None:
-            R, probe = probe[..., None], None
+        if (R.shape[:2] != (len(names), len(sigmas))
+                or (estimator == "positive") != (about["estimator"] == "positive")):
+            raise ValueError(f"R {tuple(R.shape)}, {about['estimator']}: no {estimator!r} in it")
+        R, probe = (R, probe) if estimator != "probe" or probe is None else (probe[..., None], None)
         how = float(how if number else about["alpha"]), estimator, about["pool"], own, probe
         D, draws = renyi_divergence(R, *how), bootstrap(R, *how)          # (m,T+1), (200,m,T+1)
         stderr_D, stderr = draws.std(0), draws.diff(dim=-1).std(0)
@@ -116,7 +116,7 @@ def report(curves):
         for i, name in enumerate(c["names"]):
             j = c["gain"][i].argmax()                          # the first if all are NaN
             print(f"{name:>16}  total {c['D'][i, -1]:.4f} +- {c['stderr_D'][i, -1]:.4f} nats, " + (
-                "no usable curve: flat weights; more --budget?" if c["gain"][i, j].isnan() else
+                "no usable curve, no step preferred; more --budget?" if c["gain"][i, j].isnan() else
                 f"most at sigma {c['sigmas'][j]:.2f}-{c['sigmas'][j + 1]:.2f}, profile / its error "
                 f"{c['clear'][i]:.1f}, W {c['W'][i].min():.2f}-{c['W'][i].max():.2f} of static"))
     if len(curves) > 1 and all(x["names"] == c["names"] for x in curves.values()):
@@ -192,15 +192,15 @@ def parse(argv):
     add("--prompts", help="prompt list, .txt or .jsonl")
     add("--proposal", help="pi+: file.py:function(prompts, metadata, seed) -> images, a folder, "
         f"cfg (guidance {GUIDANCE}, {CFG_STEPS} steps, best 1 in {BEST_OF}), self (the policy)")
-    add("--estimator", choices=["positive", "self", "pair", "probe"], help="for a proposal; for "
-        "self: plug-in, unbiased (default), lower bound without rollouts")
+    add("--estimator", choices=["positive", "self", "pair", "probe"], help="positive: a proposal; "
+        "the policy: self (plug-in), pair (unbiased, default), probe (a bound, no rollouts)")
     add("--pool", default="all", choices=["all", "prompt"], help="one log, or one per prompt")
     add("--alpha", type=float, default=2.0, help="Renyi order, > 0 and not 1")
     add("--P", type=int, default=256, help="prompts, at least 1")
     add("--N", type=int, default=4, help="noisy states per prompt and level, at least 1")
     add("--M", type=int, default=0, help="states per prompt for pair's control variate, 0: none")
     add("--K", type=int, default=1, help="rollouts per state, at least 1")
-    add("--budget", type=int, help="velocity calls: as many prompts as they pay for, then states")
+    add("--budget", type=int, help="velocity calls, instead of --P: prompts first, then states")
     add("--steps", type=int, default=10, help="denoising steps T, 1 to 1000")
     add("--size", type=int, help="height and width in pixels")
     add("--text-tokens", type=int, help="T5 tokens")
@@ -228,7 +228,7 @@ def parse(argv):
              "above 0, below 100, not 1; 2 for pair and probe"),
             ("N", args.N < 16 and args.pool == "prompt" or args.N < 2 and pair,
              "at least 16 for --pool prompt, 2 for pair and probe"),
-            ("M", args.M and (args.estimator != "pair" or args.M < args.N), "0; for pair N up"),
+            ("M", args.M and (args.estimator != "pair" or args.M < args.N), "0, or with pair >= N"),
             ("lora", args.lora and not Path(args.lora).is_dir(), "a checkpoint folder of train.py"),
             ("seed", args.seed < 0, "at least 0"),
             ("text_tokens", not 0 <= args.text_tokens <= 512, "0 to 512"),
@@ -344,7 +344,7 @@ def main(argv=None):
             for j in range(T if M or args.estimator == "probe" else 0):
                 probe[:, j, index] = judge(x0_hat[j], index)
         else:  # the same sampler, told x0: each state has the law of noised(x0), and differs from
-            # what a rollout makes of the state before it only by x0_hat for x0
+            # what rollout k = 0 makes of the state before it only by x0_hat for x0
             clean = encode(pipe, images[index]) if images is not None else x0[index].to(device)
             path, _ = roll(lambda x, t, x0=clean: (x - x0) / t, noise, sigmas, 0, z[0])
         probe[:, T, index] = judge(path[-1], index)   # again: a judge may have its own randomness

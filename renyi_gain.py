@@ -10,7 +10,7 @@ Glossary (level index 0 is pure noise, t = 1; the last one is clean data, t = 0)
     rho                      the density ratio pi_i+ / pi_old at x_t, where pi_i+ = r_i pi_old / Z
     pi+                      the stronger common proposal that stands in for every pi_i+
     own   (m, P, M)          rewards of the policy's clean samples x0; the first N have rollouts
-    probe (m, T+1, P, M)     predictors f(x_t) of them, say r(x0_hat): no rollout; last: own again
+    probe (m, T+1, P, M)     predictors f(x_t) of own, say r(x0_hat): no rollout; last: own rescored
     D     (m, T+1)           Renyi divergence of order alpha of pi_i+ from pi_old, in nats
     gain  (m, T)             what step j adds to D, in nats
 Differences from the paper, as far as we know its text
@@ -89,7 +89,7 @@ def _checked(R, alpha, estimator, pool, own, probe):
     own = R[:, -1, ..., 0] if own is None else torch.as_tensor(own).double()
     spare = own.shape[-1] - N if own.shape[:-1] == (m, P) else -1
     if spare < 0 or spare and estimator == "probe" or not (own.isfinite() & (own >= 0)).all():
-        raise ValueError(f"own {tuple(own.shape)}: the shape: {m, P}, M >= {N} (probe =), finite")
+        raise ValueError(f"own {tuple(own.shape)}: not {m, P} by M >= {N} (probe: {N}), finite")
     probe = None if probe is None else torch.as_tensor(probe).double()
     if not (probe is None or probe.shape == (m, levels, *own.shape[1:]) and probe.isfinite().all()):
         raise ValueError(f"probe {tuple(probe.shape)}: the shape must be {m, levels}, P, M; finite")
@@ -126,8 +126,8 @@ def _moments(R, alpha, estimator, own, probe):
     mu = R.mean(-1)  # (m, T+1, P, N)
     # 4. Samples of pi+ (3.3, B.1). By form 2 the exponent is alpha-1: the samples themselves carry
     # one rho. mu = Z rho, so log E[mu^(alpha-1)] / (alpha-1) = D + log Z, and log Z, the same at
-    # every level, cancels in the gain. Exact for pi+ = pi_i+; for another pi+, if that log moves
-    # by at most b at any level, the total moves by at most 2b (A.3).
+    # every level, cancels in the gain. Exact for pi+ = pi_i+; for another pi+, if that quotient is
+    # off by at most b at each level, the total is off by at most 2b (A.3).
     # Test: test_positive_estimator_under_the_exact_pi_plus_reaches_quadrature
     # Test: test_total_gain_under_another_proposal_errs_by_at_most_2b
     # The mean of K rollouts has mean mu, so K = 1 is unbiased at alpha = 2. Jensen bends any other
@@ -159,7 +159,7 @@ def _covariance(a, b):
 # clean sample is one of them: K rollouts give K + 1 draws. Analysis of variance over N states:
 #   E[between] = draws Var[mu] + E[Var[r|x_t]],  E[within] = E[Var[r|x_t]]:  cov is unbiased.
 # Exact for any sampler on whose own path x_t lies. With x_t = noised(x0) it needs rollouts from
-# p(x0|x_t): with ten equal steps on a Gaussian, .58 of Var[r] at t = .3 where the path has .76.
+# p(x0|x_t): ten equal steps, data N(0, .25): .58 of Var[r] at t = .3 where the path has .76.
 # Test: test_pair_is_unbiased_where_the_plug_in_is_flattened
 # Test: test_pair_is_exact_for_a_ten_step_sampler_on_its_own_path
 # Control variate: for any f(x_t), Var[mu] = Var[mu - f] + 2 Cov[mu, f] - Var[f], where Cov[mu, f] =
@@ -167,7 +167,7 @@ def _covariance(a, b):
 # rollout, so that many more states (M) can measure them. On the same states nothing is saved.
 # Test: test_a_control_variate_keeps_the_pair_unbiased_and_saves_variance
 def _pair(R, own, probe):
-    """Unbiased Var_old[mu] per prompt (m, T+1, P); at the last level own against its re-score."""
+    """Unbiased Var_old[mu] per prompt (m, T+1, P); a probe's fitted slope costs order 1/(P M)."""
     N, draws = R.shape[3], R.shape[4] + 1
     both = torch.cat([own[:, None, :, :N, None].expand(*R.shape[:4], 1), R], -1)  # (m,T+1,P,N,K+1)
     known, f = (0.0, 0 * own[:, None]) if probe is None else explained(own[:, None], probe)
@@ -175,14 +175,14 @@ def _pair(R, own, probe):
     between = draws * both.mean(-1).var(-1)  # (m, T+1, P)
     within = both.var(-1).mean(-1)  # (m, T+1, P)
     cov = known + (between - within) / draws  # noise can make it negative where Var[mu] is small
-    if probe is not None:
-        cov[:, -1] = _covariance(own, probe[:, -1])
+    again = R[:, -1, ..., 0] if probe is None else probe[:, -1]  # one score, not K draws
+    cov[:, -1] = _covariance(own[..., :again.shape[-1]], again)
     return cov
 
 
 # 7. Probe (ours). Cauchy-Schwarz: Var[mu] >= Cov[mu, f]^2 / Var[f] = Cov[r, f]^2 / Var[f], for any
 # f(x_t): what the best line slope f explains, 2 Cov[r, slope f] - Var[slope f]. Fitting it to the
-# same n - P degrees of freedom adds residual variance / (n - P): taken off, as in an adjusted R^2.
+# same P (M-1) degrees of freedom adds residual variance / (P (M-1)): off, as in an adjusted R^2.
 # Test: test_probe_is_a_lower_bound_and_exact_for_a_linear_predictor
 def explained(r, f):
     """Variance (..., P) of r (..., P, M) that slope * f (..., P, M) explains, one slope for all P
@@ -235,8 +235,8 @@ def renyi_gain(D):
 
 
 def shrink(gain, stderr):
-    """gain (m, T) drawn toward each row's mean by max(0, 1 - sum stderr^2 / sum (gain - mean)^2):
-    all noise becomes flat, which is static. Ours, after James and Stein. NaN stderr: as it is."""
+    """gain (m, T), each row's deviations from its mean times max(0, 1 - sum stderr^2 / their sum of
+    squares): all noise becomes flat. Ours, after James and Stein. NaN stderr: as it is."""
     mean = gain.mean(-1, keepdim=True)  # (m, 1)
     ratio = stderr.square().sum(-1) / (gain - mean).square().sum(-1)  # (m,), 0/0 for a flat row
     keep = torch.where(stderr.isnan().any(-1), 1.0, (1 - ratio).clamp(min=0).nan_to_num())

@@ -3455,13 +3455,60 @@ def test_byte_order_mark_windows_lines_and_emoji_are_read(tmp_path):
 # ------------------------------------------------------------------ estimate.py
 
 
+def toy_policy(pipe, text):
+    return lambda x, t: evaluate.velocity(pipe.transformer, x, t, text)
+
+
+@torch.no_grad()
 def test_rolling_on_from_a_state_of_the_path_ends_in_its_own_sample():
-    pipe, (_, _, text, _) = pipeline(), held_out()
-    sigmas, words = evaluate.noise_levels(pipe, 6), tuple(e[:2] for e in text)
+    sigmas = evaluate.noise_levels(pipeline(), 6)
+    policy = toy_policy(pipeline(), tuple(e[:2] for e in held_out()[2]))
     noise = torch.randn(6, 2, 4, 16, 16, generator=torch.Generator().manual_seed(0))
-    path = estimate.roll(pipe, noise[0], words, sigmas, 0, noise)
-    assert len(path) == 7
-    assert torch.allclose(estimate.roll(pipe, path[4], words, sigmas, 4, noise)[-1], path[-1])
+    path, guesses = estimate.roll(policy, noise[0], sigmas, 0, noise)
+    assert len(path) == 7 and len(guesses) == 6
+    again, _ = estimate.roll(policy, path[4], sigmas, 4, noise)
+    assert torch.allclose(again[-1], path[-1]) and torch.allclose(guesses[-1], path[-1], atol=1e-5)
+    eps_hat = path[3] + (1 - sigmas[3]) * policy(path[3], sigmas[3])
+    assert torch.allclose(noised(guesses[3], sigmas[3], eps_hat), path[3], atol=1e-5)
+
+
+def told(x0):
+    """The velocity of a sampler that knows where it ends."""
+    return lambda x, t: (x - x0) / t
+
+
+def test_states_that_are_told_x0_have_the_noising_law_and_end_in_it():
+    rng, n, x0 = torch.Generator().manual_seed(40), 100_000, 1.7
+    start, *noise = torch.randn(7, n, generator=rng, dtype=torch.float64)
+    path, _ = estimate.roll(told(torch.full_like(start, x0)), start, SEVEN, 0, torch.stack(noise))
+    for t, x in zip(SEVEN.tolist(), path):
+        assert abs(x.mean() - (1 - t) * x0) <= 4 * t / n**0.5 + 1e-9
+        assert abs(x.var() - t**2) <= 4 * t**2 * (2 / n) ** 0.5 + 1e-9
+    assert torch.allclose(path[-1], torch.full_like(start, x0), atol=1e-12)
+    t, s = SEVEN[2:4].tolist()                     # neighbours share what noising takes from s to t
+    both = torch.stack(path[2:4])
+    assert abs(both.cov()[0, 1] - (1 - t) / (1 - s) * s**2) < 4 * 1.5 * t * s / n**0.5
+
+
+def test_rollouts_that_share_the_noise_of_their_state_make_quieter_differences():
+    rng, n, sd, levels = torch.Generator().manual_seed(41), 40_000, 0.5, torch.linspace(1, 0, 11)
+    x0 = 0.8 + 0.3 * torch.randn(n, generator=rng, dtype=torch.float64)   # not the policy's samples
+    start, *noise = torch.randn(11, n, generator=rng, dtype=torch.float64)
+    path, _ = estimate.roll(told(x0), start, levels, 0, torch.stack(noise))
+    steps = {}
+    for kind in ("shared", "independent"):
+        ends = []
+        for j, x in enumerate(path[:-1]):
+            fresh_noise = torch.randn(10, n, generator=rng, dtype=torch.float64)
+            z = torch.stack(noise) if kind == "shared" else fresh_noise
+            ends.append(estimate.roll(lambda x, t: gaussian_velocity(x, t, sd), x, levels, j, z)
+                        [0][-1])
+        steps[kind] = torch.stack([*ends, x0]).diff(dim=0)                             # (10,n)
+    shared, independent = steps["shared"], steps["independent"]
+    error = (shared - independent).std(1) / n**0.5
+    assert ((shared - independent).mean(1).abs() <= 4 * error).all() and shared.mean() > 0.05
+    ratio = shared.var(1) / independent.var(1)
+    assert (ratio[:5] < 0.01).all() and (ratio < 0.7).all(), ratio
 
 
 def test_encoding_then_decoding_keeps_the_perfect_pictures_readable():
@@ -3471,7 +3518,7 @@ def test_encoding_then_decoding_keeps_the_perfect_pictures_readable():
     assert toy.ocr(again, prompts[:40], scenes[:40]).mean() > 0.95
 
 
-def test_a_folder_of_pictures_is_read_prompt_by_prompt(tmp_path):
+def test_a_folder_of_pictures_is_read_sample_by_sample_prompts_fastest(tmp_path):
     lines = []
     for k, colour in enumerate(["red", "green", "blue", "white"]):
         Image.new("RGB", (32, 32), colour).save(tmp_path / f"{k}.png")
@@ -3479,7 +3526,7 @@ def test_a_folder_of_pictures_is_read_prompt_by_prompt(tmp_path):
     (tmp_path / "prompts.jsonl").write_text("\n".join(lines))
     images = estimate.read_folder(tmp_path, ["b", "a"], 2, 8)
     assert images[:, :, 0, 0].round(decimals=1).tolist() == [
-        pytest.approx(c, abs=0.01) for c in ([0, 0.5, 0], [1, 1, 1], [1, 0, 0], [0, 0, 1])]
+        pytest.approx(c, abs=0.01) for c in ([0, 0.5, 0], [1, 0, 0], [1, 1, 1], [0, 0, 1])]
     with pytest.raises(ValueError, match="needs 3 files"):
         estimate.read_folder(tmp_path, ["a"], 3, 8)
     (tmp_path / "prompts.jsonl").write_text('{"prompt": "a", "file": "../secret.png"}')
@@ -3507,41 +3554,90 @@ def launch(script, *flags, processes=1):
 
 
 ESTIMATE = ("--P", 3, "--N", 3, "--steps", 3, "--micro-batch", 4)
+OWN_SAMPLES = ("--proposal", "self", "--M", 5)
 
 
 @pytest.fixture(scope="session")
-def curve(tmp_path_factory):
+def estimated(tmp_path_factory):
     """A tiny curve of the policy's own samples, and what was printed."""
+    out = tmp_path_factory.mktemp("estimated") / "own.safetensors"
+    return out, launch("estimate.py", *ESTIMATE, *OWN_SAMPLES, "--out", out)
+
+
+@pytest.fixture(scope="session")
+def curve(estimated, tmp_path_factory):
+    """The same file with clear gains, written by hand: a peak in noise, in the middle, in data, and
+    a reward without a curve."""
     out = tmp_path_factory.mktemp("curve") / "own.safetensors"
-    flags = (*ESTIMATE, "--proposal", "self", "--estimator", "self", "--out", out)
-    return out, launch("estimate.py", *flags)
+    gain = torch.tensor([[0.3, 0.2, 0.1], [0.1, 0.4, 0.1], [math.nan] * 3, [0.1, 0.2, 0.6]])
+    with safe_open(estimated[0], "pt") as opened:
+        save_file(load_file(estimated[0]) | {"gain": gain}, out, opened.metadata())
+    return out, estimated[1]
 
 
-def test_estimate_announces_the_calls_it_makes_and_writes_a_curve_that_adds_up(curve):
-    out, printed = curve
-    # 9 states: 3 + 2 + 1 steps of rollouts and 3 steps of the path itself
-    assert f"{9 * (6 + 3)} velocity calls" in printed and f"{9 * 4} images" in printed
+@pytest.mark.parametrize("flags, expected", [
+    ("--proposal self --estimator self", 9 * (3 + 3 + 2 + 1)),  # the path of 9 states, rollouts
+    ("--proposal self --K 2", 9 * (3 + 2 * (2 + 1))),           # pair rolls nothing from pure noise
+    ("--proposal self --M 5", 15 * 3 + 9 * (2 + 1)),
+    ("--proposal self --estimator probe", 9 * 3),
+    ("--K 2", 9 * 2 * (3 + 2 + 1)),
+    ("--proposal cfg --N 1", 3 * 2 * 40 + 3 * (3 + 2 + 1)),     # guidance calls twice
+])
+def test_the_announced_velocity_calls_are_the_rows_the_network_sees(
+        flags, expected, tmp_path, monkeypatch):
+    seen, load = [], estimate.load_pipeline
+
+    def counted(*args):
+        pipe = load(*args)
+        pipe.transformer.register_forward_pre_hook(lambda module, args: seen.append(len(args[0])))
+        return pipe
+
+    monkeypatch.setattr(estimate, "load_pipeline", counted)
+    printed = launch("estimate.py", *ESTIMATE, *flags.split(), "--out", tmp_path / "a.safetensors")
+    announced, = re.findall(r"([\d,]+) velocity calls", printed)
+    assert int(announced.replace(",", "")) == sum(seen) == expected
+
+
+def test_a_curve_says_how_it_was_made_and_its_gain_is_its_own_d_shrunk(estimated):
+    out, printed = estimated
+    assert "self, pair: 3 prompts x 3 states x 3 levels x 1 rollouts: 72 velocity calls" in printed
     file = load_file(out)
-    assert torch.allclose(file["gain"].sum(1), file["D"][:, -1])
-    assert file["R"].shape == (4, 4, 3, 3, 1)
-    D = renyi_divergence(file["R"].double(), estimator="self")
-    assert torch.allclose(D, file["D"], atol=1e-5)
+    assert file["R"].shape == (4, 4, 3, 3, 1) and file["probe"].shape == (4, 4, 3, 5)
+    how = (file["R"], 2.0, "pair", "all", file["own"], file["probe"])
+    D, (stderr_D, stderr) = renyi_divergence(*how), stderrs(*how)
+    usable = D[:, -1] > 2 * stderr_D[:, -1]
+    for key, value in (("D", D), ("stderr_D", stderr_D), ("stderr", stderr)):
+        torch.testing.assert_close(file[key], value, check_dtype=False)
+    assert torch.equal(file["gain"].isfinite().all(1), usable)
+    assert torch.allclose(file["gain"].sum(1)[usable], D[usable, -1])
     with safe_open(out, "pt") as opened:
         assert opened.metadata()["rewards"] == "toy.ocr,toy.clipscore,preference,detail"
+        assert (opened.metadata()["N"], opened.metadata()["M"]) == ("3", "5")
 
 
-def test_two_processes_estimate_exactly_what_one_does(curve, tmp_path):
-    out = tmp_path / "two.safetensors"
-    launch("estimate.py", *ESTIMATE, "--proposal", "self", "--estimator", "self", "--out", out,
-           processes=2)
-    assert torch.equal(load_file(out)["R"], load_file(curve[0])["R"])
+@pytest.mark.parametrize("flags", [
+    OWN_SAMPLES, ("--proposal", "cfg", "--N", 1, "--micro-batch", 2)])
+def test_two_processes_estimate_exactly_what_one_does(flags, estimated, tmp_path):
+    one, two = estimated[0], tmp_path / "two.safetensors"
+    if flags != OWN_SAMPLES:
+        one = tmp_path / "one.safetensors"
+        launch("estimate.py", *ESTIMATE, *flags, "--out", one)
+    printed = launch("estimate.py", *ESTIMATE, *flags, "--out", two, processes=2)
+    assert "over 2 processes" in printed
+    one, two = load_file(one), load_file(two)
+    assert one.keys() == two.keys()
+    assert all(torch.equal(two[k], one[k]) for k in ("R", "own", "probe") if k in one)
 
 
-def test_a_trained_policy_has_another_curve(run, curve, tmp_path):
+def test_a_trained_policy_has_another_curve(run, estimated, tmp_path):
     out = tmp_path / "trained.safetensors"
-    flags = ("--proposal", "self", "--estimator", "self", "--out", out)
-    launch("estimate.py", *ESTIMATE, *flags, "--lora", run[0] / (run[0] / "latest").read_text())
-    assert not torch.equal(load_file(out)["R"], load_file(curve[0])["R"])
+    launch("estimate.py", *ESTIMATE, *OWN_SAMPLES, "--out", out, "--lora",
+           run[0] / (run[0] / "latest").read_text())
+    base, trained = load_file(estimated[0]), load_file(out)
+    assert trained["probe"].shape == base["probe"].shape
+    for key in ("R", "own", "probe"):
+        changed = (trained[key] - base[key]).abs()[1:].flatten(1).amax(1)  # words are read or not
+        assert (changed > 1e-3).all(), key
 
 
 def test_a_rendered_proposal_decides_everything_by_the_clean_end(tmp_path):
@@ -3549,6 +3645,204 @@ def test_a_rendered_proposal_decides_everything_by_the_clean_end(tmp_path):
     launch("estimate.py", *ESTIMATE, "--out", out)
     R = load_file(out)["R"]                                                            # (4,4,3,3,1)
     assert R[0, -1].mean() > 0.95 > R[0, 0].mean()   # perfect words are read; from noise less often
+
+
+def test_a_rollout_shares_the_noise_of_a_told_state_and_never_that_of_its_own_path(
+        tmp_path, monkeypatch):
+    roll, made = estimate.roll, []
+    monkeypatch.setattr(estimate, "roll", lambda *a: made.append(a[-1]) or roll(*a))
+    flags = ("--P", 2, "--N", 2, "--steps", 3, "--K", 2, "--out", tmp_path / "a.safetensors")
+    # (level, rollout): the first of a told state may share; two of one state must be independent
+    for proposal, expected in (((), [True, False] * 3), (("--proposal", "self"), [False] * 4)):
+        made.clear()
+        launch("estimate.py", *flags, *proposal)
+        path, *rollouts = made                        # one chunk
+        assert [torch.equal(path, z) for z in rollouts] == expected
+        assert not torch.equal(*rollouts[:2]) and torch.equal(rollouts[1], rollouts[3])
+        assert path.flatten(2).unique(dim=1).shape[1] == 4                # a set for each state
+
+
+def test_the_best_quarter_of_guided_samples_is_kept_and_beats_the_policy(tmp_path, monkeypatch):
+    judge, scored, P, N = estimate.score, [], 3, 8
+    monkeypatch.setattr(estimate, "CFG_STEPS", 5)
+    monkeypatch.setattr(estimate, "score", lambda *a: scored.append(judge(*a)) or scored[-1])
+    flags = ("--P", P, "--N", N, "--steps", 5, "--micro-batch", 32, "--out")
+    launch("estimate.py", *flags, tmp_path / "cfg.safetensors", "--proposal", "cfg")
+    candidates = scored[0].view(4, N, P)                                  # prompts are fastest
+    clean = load_file(tmp_path / "cfg.safetensors")["R"][:, -1, :, :, 0]   # (4,P,N)
+    z = (candidates - candidates.mean((1, 2), True)) / candidates.std((1, 2), keepdim=True)
+    for p, value in enumerate(z.sum(0).T):                                # (N,)
+        far = (clean[:, p, :, None] - candidates[:, None, :, p]).abs().amax(0)         # (N,N)
+        assert far.amin(1).max() < 1e-3               # each state is some candidate of its prompt
+        kept = set(far.argmin(1).tolist())
+        assert 1 <= len(kept) <= N // 4
+        assert min(value[k] for k in kept) >= max(value[k] for k in set(range(N)) - kept)
+    launch("estimate.py", *flags, tmp_path / "self.safetensors", "--proposal", "self",
+           "--estimator", "probe")
+    own = load_file(tmp_path / "self.safetensors")["own"]                 # (4,P,N)
+    assert clean.sum(0).mean() > own.sum(0).mean() + 0.2
+
+
+@pytest.mark.parametrize("flags, P, N, M, made", [
+    ("--N 3 --estimator self --budget 107", 3, 3, 0, 3 * 27),    # 27 a prompt
+    ("--N 3 --estimator self --budget 241", 4, 6, 0, 4 * 54),    # 4 prompts cost 108, twice that
+    ("--N 2 --M 3 --budget 130", 4, 4, 6, 4 * 30),               # 3 x 3 + 2 x (2 + 1) a prompt
+    ("--N 2 --M 3 --budget 119", 4, 2, 3, 4 * 15),
+])
+def test_a_budget_buys_all_prompts_before_it_multiplies_the_states(flags, P, N, M, made, tmp_path):
+    lines = (HERE / "prompts/toy-train.jsonl").read_text().splitlines(keepends=True)
+    (tmp_path / "four.jsonl").write_text("".join(lines[:4]))
+    out, budget = tmp_path / "a.safetensors", int(flags.split()[-1])
+    printed = launch("estimate.py", "--proposal", "self", "--steps", 3, "--prompts",
+                     tmp_path / "four.jsonl", "--out", out, "--P", 1, *flags.split())
+    assert f"{P} prompts x {N} states" in printed and f" {made} velocity calls" in printed
+    file = load_file(out)
+    assert file["R"].shape[2:4] == (P, N) and file["own"].shape[2] == max(N, M)
+    assert made <= budget and ("probe" in file) == bool(M)
+
+
+# --- a judge with its own randomness, end to end
+
+
+@pytest.fixture(scope="session")
+def dice(tmp_path_factory):
+    """A curve of toy.ocr beside a judge that throws dice, over three steps."""
+    folder = tmp_path_factory.mktemp("dice")
+    (folder / "dice.py").write_text(
+        "import torch\nrng = torch.Generator().manual_seed(0)\n"
+        "def dice(images, prompts, metadata):\n    return torch.rand(len(images), generator=rng)\n")
+    launch("estimate.py", "--rewards", f"toy.py:ocr,{folder}/dice.py:dice", "--P", 24, "--steps", 3,
+           "--N", 4, "--proposal", "self", "--out", folder / "dice.safetensors")
+    return folder
+
+
+def test_a_reward_that_is_pure_noise_gets_no_curve(dice):
+    file = load_file(dice / "dice.safetensors")
+    R, own = file["R"], file["own"]
+    assert torch.equal(R[0, -1, :, :, 0], own[0])                          # toy.ocr is a function
+    assert (R[1, -1, :, :, 0] - own[1]).abs().mean() > 0.2                # 1/3: scored twice
+    assert abs(file["gain"].nan_to_num()[1, -1]) < 2 * file["stderr"][1, -1]
+    assert file["gain"][1].isnan().all() or file["gain"][1].std() < 0.1 * file["gain"][1].mean()
+    assert file["gain"][0].sum() > 2 * file["stderr_D"][0, -1]
+    once = renyi_gain(renyi_divergence(R, estimator="pair"))              # one score, taken twice
+    assert once[1, -1] == pytest.approx(math.log1p((1 / 12) / (1 / 4)), abs=0.05)
+
+
+def test_training_gives_a_reward_that_is_pure_noise_no_say_in_where(dice, monkeypatch):
+    monkeypatch.chdir(dice)
+    flags = ("--rewards", f"toy.py:ocr,{dice}/dice.py:dice", "--judges", "toy.py:strict",
+             "--lam", "1,1", "--steps", 3, "--dry-run")
+    printed = launch("train.py", *flags, "--curve", dice / "dice.safetensors")
+    shown = [[float(w) for w in line.split()[1:4]] for line in printed.splitlines()
+             if re.match(" +(toy.ocr|dice) ", line)]
+    assert re.search(r" dice  .*\(no curve\)", printed) and "toy.ocr" in printed
+    gain = load_file(dice / "dice.safetensors")["gain"]
+    W = sk.sinkhorn([gain[0].tolist(), [1.0] * 3], [1.0, 1.0])[0] * 6      # flat beside toy.ocr's
+    assert torch.allclose(torch.tensor(shown).double(), W, atol=0.006)
+
+
+# --- reading a curve file again
+
+
+def two_rewards(path, seed, P=96, N=4, M=0, estimator="pair", **about):
+    """A curve file of two rewards in the Gaussian world, exact but for sampling: one that is linear
+    in x0, D = log(1 + .04 share), and one that is quadratic, log(1 + .08 share^2), decided later.
+    The probe is the exact mu. A file for "positive" has another proposal, N(1, 1)."""
+    rng, levels = torch.Generator().manual_seed(seed), torch.tensor([1.0, 0.7, 0.45, 0.2, 0.0])
+    x0, R, mu = torch.randn(P, max(N, M), generator=rng), [], []
+    x0 += estimator == "positive"
+    for t in levels.tolist():
+        share = share_decided(t)
+        xt = (1 - t) * x0 + t * torch.randn(x0.shape, generator=rng)
+        center = (1 - t) / ((1 - t) ** 2 + t**2) * xt
+        x = center[:, :N] + (1 - share) ** 0.5 * torch.randn(P, N, generator=rng)
+        x = x if t > 0 else x0[:, :N]
+        R.append(torch.stack([1 + CV * x, 1 + CV * (x**2 - 1)]).clamp(min=0)[..., None])
+        mu.append(torch.stack([1 + CV * center, 1 + CV * (center**2 - share)]))
+    own = torch.stack([1 + CV * x0, 1 + CV * (x0**2 - 1)]).clamp(min=0)
+    data = {"R": torch.stack(R, 1), "sigmas": levels, "own": own}
+    if M:
+        data["probe"] = torch.cat([torch.stack(mu[:-1], 1), own[:, None]], 1)
+    about = {"rewards": "linear,square", "alpha": "2.0", "pool": "all"} | about
+    save_file(data, path, about | {"estimator": estimator})
+    return data
+
+
+def show_arguments(*flags):
+    return estimate.parse(["--show", "-", "--out", "a.png", *flags])[0]
+
+
+def test_the_gain_of_a_curve_is_shrunk_keeps_its_total_and_is_nan_without_one(tmp_path):
+    data = two_rewards(file := tmp_path / "a.safetensors", seed=50)
+    data["R"][1] = 1 + 0.01 * torch.rand(data["R"][1].shape, generator=torch.Generator())
+    data["R"][1, -1], data["own"][1] = 1, 1                               # nothing to decide
+    with safe_open(file, "pt") as opened:
+        save_file(data, file, opened.metadata())
+    how = (data["R"], 2.0, "pair", "all", data["own"])
+    D, (stderr_D, stderr) = renyi_divergence(*how), stderrs(*how)
+    raw, shrunk = (estimate.read(str(file), show_arguments("--shrink", k)) for k in "01")
+    noise = stderr[0].square().sum() / (D.diff()[0] - D[0, -1] / 4).square().sum()
+    assert 0.02 < noise < 0.9
+    assert torch.allclose(raw["gain"][0], D.diff()[0])
+    assert torch.allclose(shrunk["gain"][0], noise * D[0, -1] / 4 + (1 - noise) * D.diff()[0])
+    for read in (raw, shrunk):
+        assert torch.allclose(read["raw"], D.diff()) and torch.allclose(read["stderr_D"], stderr_D)
+        assert read["gain"][1].isnan().all() and read["clear"][1] == 0
+        assert read["gain"][0].sum() == pytest.approx(D[0, -1].item())
+    assert (shrunk["W"] - 1).abs().max() < (raw["W"] - 1).abs().max()
+
+
+def test_show_prints_and_draws_the_divergence_at_another_order_and_estimator(tmp_path, monkeypatch):
+    from matplotlib.figure import Figure
+    figures, save = [], Figure.savefig
+    monkeypatch.setattr(Figure, "savefig", lambda self, *a, **k: (
+        figures.append(self), save(self, *a, **k)))
+    other = two_rewards(tmp_path / "other.safetensors", 51, P=400, estimator="positive")
+    pair = two_rewards(tmp_path / "pair.safetensors", 52, P=400, M=16)
+    asked = {"other.safetensors=4": (other["R"], 4.0, "positive"),
+             "other.safetensors=0.5": (other["R"], 0.5, "positive"),
+             "pair.safetensors": (pair["R"], 2.0, "pair", "all", pair["own"], pair["probe"]),
+             "pair.safetensors=self": (pair["R"], 2.0, "self"),            # one rollout: flat
+             "pair.safetensors=probe": (pair["probe"][..., None], 2.0, "probe", "all", pair["own"])}
+    monkeypatch.chdir(tmp_path)
+    printed = launch("estimate.py", "--show", *asked, "--lam", "3,1", "--out", "all.png")
+    assert (tmp_path / "all.png").stat().st_size < 200_000 and len(figures) == 1
+    clear, lines = [], iter(printed.splitlines())
+    columns = [figures[0].axes[k::5] for k in range(5)]                   # axes row by row
+    for (label, how), (top, middle, bottom) in zip(asked.items(), columns):
+        assert next(lines) == label == top.get_title()
+        D, (stderr_D, stderr) = renyi_divergence(*how), stderrs(*how)
+        usable = D[:, -1] > 2 * stderr_D[:, -1]
+        assert usable.all() == (not label.endswith("=self"))
+        gain = shrink(D.diff(), stderr).where(usable[:, None], torch.nan)
+        W = sk.sinkhorn(gain, [3, 1])[0] / sk.static_weights([3, 1], 4)
+        clear.append(usable * (D.diff() - D[:, -1:] / 4).norm(dim=1) / stderr.norm(dim=1))
+        for i, name in enumerate(("linear", "square")):
+            line = next(lines)
+            assert f"{name}  total {D[i, -1]:.4f} +- {stderr_D[i, -1]:.4f} nats" in line
+            assert ("no usable curve" in line) == (not usable[i])
+            assert not usable[i] or (f"its error {clear[-1][i]:.1f}, W {W[i].min():.2f}-"
+                                     f"{W[i].max():.2f} of static") in line
+            for axis, wanted, unit in ((top, D.diff(), D[i, -1] / 4), (middle, D, D[i, -1])):
+                drawn = torch.as_tensor(axis.lines[i].get_ydata()) * unit
+                assert torch.allclose(drawn, wanted[i]) if usable[i] else len(drawn) == 0
+        assert np.allclose(bottom.get_images()[0].get_array(), W)
+        assert torch.allclose(0.75 * W[0] + 0.25 * W[1], torch.ones(4).double())
+    best = torch.stack(clear).argmax(0).tolist()
+    assert [x.split("  the error bars (not the bias) favour ") for x in lines] == [
+        [f"{name:>16}", list(asked)[k]] for name, k in zip(("linear", "square"), best)]
+
+
+def test_the_band_of_the_weights_is_the_spread_over_data_sets(tmp_path, monkeypatch):
+    monkeypatch.setattr(estimate, "bootstrap", functools.partial(bootstrap, n_boot=40))
+    read = []
+    for seed in range(60):
+        two_rewards(tmp_path / "a.safetensors", 100 + seed, P=600, N=4, M=8)
+        read.append(estimate.read(str(tmp_path / "a.safetensors"), show_arguments()))
+    spread = torch.stack([x["W"] for x in read]).std(0)
+    band = torch.stack([x["stderr_W"] for x in read]).mean(0)
+    assert spread.min() > 0.01
+    assert abs((band / spread).log().mean().exp() - 1) < 0.3, band / spread
 
 
 # ------------------------------------------------------------------ train.py
@@ -3625,6 +3919,22 @@ def test_the_kl_term_and_the_weights_reach_the_update(run, curve, tmp_path):
         same = [torch.allclose(v, weights(tmp_path / name)[k], atol=1e-7)
                 for k, v in weights(run[0]).items() if ".default." in k]
         assert not all(same), name
+
+
+def test_a_resumed_run_takes_a_fresh_curve(run, curve, tmp_path):
+    with safe_open(curve[0], "pt") as opened:                # the peaks where the others were
+        gain = opened.get_tensor("gain").flip(1)
+        save_file(load_file(curve[0]) | {"gain": gain}, tmp_path / "new.safetensors",
+                  opened.metadata())
+    flags = (*TRAIN, "--out", tmp_path / "run")
+    launch("train.py", *flags, "--curve", curve[0], "--epochs", 1)
+    printed = launch("train.py", *flags, "--curve", tmp_path / "new.safetensors", "--resume")
+    assert "at epoch 1 of 2" in printed and len(rewards_of(tmp_path / "run")) == 2
+    W = load_file(tmp_path / "run/W.safetensors")
+    assert torch.equal(W["gain"].nan_to_num(), gain.double().nan_to_num())
+    assert torch.allclose(W["W"], sk.sinkhorn(gain, [2, 1, 1, 1])[0])
+    assert same_weights(run[0], tmp_path / "run", 1) and not same_weights(
+        run[0], tmp_path / "run", 2, exact=False)
 
 
 def test_a_resumed_run_must_be_the_same_run(run, curve, capsys):
@@ -3768,8 +4078,33 @@ BAD = [
     ("estimate.py", "--P 2 --out {bad}/blank.txt/a.safetensors", "blank.txt"),
     ("estimate.py", "--lora {bad} --out a.safetensors", "{bad}"),
     ("evaluate.py", "--out x", "runs"), ("evaluate.py", "none --eval-prompts x", "--eval-prompts"),
-    ("evaluate.py", "{bad}", "{bad}"), ("evaluate.py", "{bad} --scores x", "{bad}"),
-
+    ("evaluate.py", "{bad}", "{bad}"), ("evaluate.py", "{bad} --scores x", "--scores"),
+    *(("estimate.py", f"{flags} --out a.safetensors", culprit) for flags, culprit in (
+        ("--budget 0 --P 1 --N 1 --steps 1", "--budget 0"), ("--budget 219", "--budget 219"),
+        ("--budget -1", "--budget -1"), ("--budget many", "--budget"), ("--M 8", "--M 8"),
+        ("--proposal self --M 3", "--M 3"), ("--proposal self --M -1", "--M -1"),
+        ("--proposal self --estimator probe --M 8", "--M 8"),
+        ("--proposal self --estimator self --M 8", "--M 8"),
+        ("--proposal self --estimator probe --alpha 3", "--alpha 3"),
+        ("--proposal self --estimator probe --N 1", "--N 1"),
+        ("--estimator probe", "--estimator probe"), ("--estimator self", "--estimator self"),
+        ("--proposal cfg --estimator pair", "--estimator pair"), ("--shrink 2", "--shrink"),
+        ("--lam 1,1", "lam"), ("--lam 1,-1,1,1", "lam"), ("--lam a,b", "--lam"),
+        ("--show {curve}", "a.safetensors: expected a .png"))),
+    ("estimate.py", "--budget 5000", "--out"), ("estimate.py", "--show {curve}", "--out"),
+    *(("estimate.py", f"--show {flags} --out a.png", culprit) for flags, culprit in (
+        ("none.safetensors", "none.safetensors"), ("none.safetensors=4", "none.safetensors=4"),
+        ("{curve} none", "none:"), ("{bad}", "{bad}"), ("{bad}/blank.txt", "blank.txt"),
+        ("{bad}/W.safetensors", "W.safetensors"), ("{bad}/bare.safetensors", "bare.safetensors"),
+        ("{bad}/short.safetensors", "short.safetensors"),
+        ("{bad}/levels.safetensors", "levels.safetensors"),
+        ("{curve}=1", "alpha = 1"), ("{curve}=0", "alpha = 0"), ("{curve}=1.2.3", "1.2.3"),
+        ("{curve}=-2", "=-2"), ("{curve}=nonsense", "'nonsense'"), ("{curve}=3=pair", "=3=pair"),
+        ("{bad}/single.safetensors=pair", "N = 1"), ("{curve} --lam 1,2", "lam: expected 4"),
+        ("{curve} --lam 1,-1,1,1", "lam: expected"), ("{curve} --lam 0,0,0,0", "lam: expected"),
+        ("{curve} --shrink 2", "--shrink"))),
+    ("estimate.py", "--show {curve} --out none/a.png", "none/a.png"),
+    ("estimate.py", "--show {curve} --out {bad}/blank.txt/a.png", "blank.txt"),
 ]
 
 
@@ -3786,10 +4121,14 @@ def bad_files(tmp_path_factory):
         (folder / name).write_bytes(text)
     good, about = load_file(HERE / "curves/toy-ocr.safetensors"), {"rewards": "a,b,c,d"}
     names = {"rewards": "toy.ocr,toy.clipscore,preference,detail"}
+    own = names | {"estimator": "positive", "alpha": "2.0", "pool": "all"}
     for name, tensors, metadata in (
             ("sigmas", good | {"sigmas": good["sigmas"] ** 2}, names), ("names", good, about),
             ("shape", good | {"gain": good["gain"][:, :5].clone()}, names),
-            ("bare", {"x": good["gain"]}, None)):
+            ("bare", {"x": good["gain"]}, None),
+            ("W", {"W": good["gain"] + 1, "gain": good["gain"], "sigmas": good["sigmas"]}, names),
+            ("levels", good | {"sigmas": good["sigmas"][1:].clone()}, own),
+            ("single", good | {"R": good["R"][:, :, :, :1].clone()}, own)):
         save_file(tensors, folder / f"{name}.safetensors", metadata)
     return folder
 
@@ -3798,7 +4137,8 @@ def bad_files(tmp_path_factory):
 def test_a_bad_invocation_is_one_line_with_its_culprit_and_writes_nothing(
         script, flags, culprit, bad_files, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    flags, culprit = (x.format(here=HERE, bad=bad_files) for x in (flags, culprit))
+    flags, culprit = (x.format(curve=HERE / "curves/toy-ocr.safetensors", bad=bad_files)
+                      for x in (flags, culprit))
     monkeypatch.setattr(sys, "argv", [script, *flags.split()])
     with pytest.raises(SystemExit) as stopped:
         PROGRAMS[script].main()
