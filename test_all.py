@@ -480,16 +480,18 @@ def test_a_constant_predictor_decides_nothing_and_costs_nothing(value):
     torch.testing.assert_close(D[:, :-1], plain[:, :-1])
 
 
-def test_a_reward_with_its_own_randomness_needs_a_second_score():
+@pytest.mark.parametrize("K", [1, 4])
+def test_a_reward_with_its_own_randomness_needs_a_second_score(K):
     rng = torch.Generator().manual_seed(25)
     P, N, levels = 4000, 8, SEVEN[[0, 3, 5, 6]]
-    picture, x0, mu = gaussian_states(levels, 1, P, N, N, 1, seed=26)
+    picture, x0, mu = gaussian_states(levels, 1, P, N, N, K, seed=26)
 
     def judged(r):  # times a factor of the judge's own, mean 1, variance 1/12
         return r * (0.5 + torch.rand(r.shape, generator=rng).double())
 
     for sees in (0, 1):  # a judge that sees nothing of the picture, or all of it
         R, own = judged(picture**sees), judged(x0**sees)
+        R[:, -1] = R[:, -1, ..., :1]  # one second score, not K
         probe = torch.cat([judged(mu[:, :-1] ** sees), R[:, -1:, ..., 0]], 1)
         exact = torch.log1p(sees * CV**2 * share_decided(levels))
         for f in (None, probe):
