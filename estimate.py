@@ -158,7 +158,7 @@ def plot_curves(path, curves):
             axis.set_xlim(ticks[0] - 0.1, ticks[-1] + 0.1)
             axis.title.set_fontsize(9)
     figure.savefig(drawn := BytesIO(), dpi=80)
-    Image.open(drawn).convert("RGB").quantize(64).save(f"{path}.part", "PNG")       # half the bytes
+    Image.open(drawn).convert("RGB").quantize().save(f"{path}.part", "PNG")         # half the bytes
     os.replace(f"{path}.part", path)
 
 

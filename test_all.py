@@ -3510,7 +3510,8 @@ def test_rollouts_that_share_the_noise_of_their_state_make_quieter_differences()
     error = (shared - independent).std(1) / n**0.5
     assert ((shared - independent).mean(1).abs() <= 4 * error).all() and shared.mean() > 0.05
     ratio = shared.var(1) / independent.var(1)
-    assert (ratio[:5] < 0.01).all() and (ratio < 0.7).all(), ratio
+    assert (ratio[:5] < 0.01).all() and (ratio[:-1] < 0.7).all(), ratio
+    assert torch.equal(shared[-1], independent[-1])  # the last step is x0_hat, without noise
 
 
 def test_encoding_then_decoding_keeps_the_perfect_pictures_readable():
@@ -3668,7 +3669,10 @@ def test_the_best_quarter_of_guided_samples_is_kept_and_beats_the_policy(tmp_pat
     judge, scored, P, N = estimate.score, [], 3, 8
     monkeypatch.setattr(estimate, "CFG_STEPS", 5)
     monkeypatch.setattr(estimate, "score", lambda *a: scored.append(judge(*a)) or scored[-1])
-    flags = ("--P", P, "--N", N, "--steps", 5, "--micro-batch", 32, "--out")
+    (tmp_path / "loud.py").write_text(                # its unit would drown the others
+        "def dark(images, prompts, metadata):\n    return 9 - 9 * images.mean((1, 2, 3))\n")
+    names = f"toy.py:ocr,toy.py:clipscore,toy.py:preference,{tmp_path}/loud.py:dark"
+    flags = ("--P", P, "--N", N, "--steps", 5, "--micro-batch", 32, "--rewards", names, "--out")
     launch("estimate.py", *flags, tmp_path / "cfg.safetensors", "--proposal", "cfg")
     candidates = scored[0].view(4, N, P)                                  # prompts are fastest
     clean = load_file(tmp_path / "cfg.safetensors")["R"][:, -1, :, :, 0]   # (4,P,N)
@@ -3682,7 +3686,7 @@ def test_the_best_quarter_of_guided_samples_is_kept_and_beats_the_policy(tmp_pat
     launch("estimate.py", *flags, tmp_path / "self.safetensors", "--proposal", "self",
            "--estimator", "probe")
     own = load_file(tmp_path / "self.safetensors")["own"]                 # (4,P,N)
-    assert clean.sum(0).mean() > own.sum(0).mean() + 0.2
+    assert clean[:3].sum(0).mean() > own[:3].sum(0).mean() + 0.2
 
 
 @pytest.mark.parametrize("flags, P, N, M, made", [
@@ -4102,6 +4106,7 @@ BAD = [
         ("{bad}/levels.safetensors", "levels.safetensors"),
         ("{curve}=1", "alpha = 1"), ("{curve}=0", "alpha = 0"), ("{curve}=1.2.3", "1.2.3"),
         ("{curve}=-2", "=-2"), ("{curve}=nonsense", "'nonsense'"), ("{curve}=3=pair", "=3=pair"),
+        ("{curve}=pair", "no 'pair' in it"), ("{bad}/single.safetensors=positive", "no 'positive'"),
         ("{bad}/single.safetensors=pair", "N = 1"), ("{curve} --lam 1,2", "lam: expected 4"),
         ("{curve} --lam 1,-1,1,1", "lam: expected"), ("{curve} --lam 0,0,0,0", "lam: expected"),
         ("{curve} --shrink 2", "--shrink"))),
@@ -4130,7 +4135,8 @@ def bad_files(tmp_path_factory):
             ("bare", {"x": good["gain"]}, None),
             ("W", {"W": good["gain"] + 1, "gain": good["gain"], "sigmas": good["sigmas"]}, names),
             ("levels", good | {"sigmas": good["sigmas"][1:].clone()}, own),
-            ("single", good | {"R": good["R"][:, :, :, :1].clone()}, own)):
+            ("single", good | {"R": (R := good["R"][:, :, :, :1].clone()),
+                               "own": R[:, -1, :, :, 0].clone()}, own | {"estimator": "self"})):
         save_file(tensors, folder / f"{name}.safetensors", metadata)
     return folder
 
