@@ -86,10 +86,10 @@ def read(spec, args):
             about, data = opened.metadata() or {}, {k: opened.get_tensor(k) for k in opened.keys()}
         names, number = about["rewards"].split(","), re.fullmatch(r"[\d.]+", how)
         R, sigmas, own, probe = data["R"], data["sigmas"], data.get("own"), data.get("probe")
-        estimator = about["estimator"] if number or not how else how
-        if (R.shape[:2] != (len(names), len(sigmas))
-                or (estimator == "positive") != (about["estimator"] == "positive")):
-            raise ValueError(f"R {tuple(R.shape)}, {about['estimator']}: no {estimator!r} in it")
+        kind, estimator = about["estimator"], how if how and not number else about["estimator"]
+        if (R.shape[:2] != (len(names), len(sigmas)) or estimator == "self" != kind
+                or (estimator == "positive") != (kind == "positive")):
+            raise ValueError(f"R {tuple(R.shape)}, of {kind!r}: no {estimator!r} in it")
         R, probe = (R, probe) if estimator != "probe" or probe is None else (probe[..., None], None)
         how = float(how if number else about["alpha"]), estimator, about["pool"], own, probe
         D, draws = renyi_divergence(R, *how), bootstrap(R, *how)          # (m,T+1), (200,m,T+1)
@@ -100,13 +100,13 @@ def read(spec, args):
         gains[~gains.isfinite().all(-1)] = torch.nan
         with warnings.catch_warnings(action="ignore"):                    # draws without a total
             W = torch.stack([sinkhorn(g, args.lam or [1.0] * len(names))[0] for g in gains])
-    except (OSError, KeyError, ValueError, SafetensorError) as error:
+    except (OSError, KeyError, TypeError, ValueError, SafetensorError) as error:
         raise ValueError(f"{spec}: expected a curve file of estimate.py: {error}") from None
     raw, W = D.diff(dim=-1), (W / W.mean(2, keepdim=True)).nan_to_num()    # W over static weights
     clear = (raw - raw.mean(1, keepdim=True)).norm(dim=1) / stderr.norm(dim=1)
     return {"names": names, "sigmas": sigmas, "D": D, "stderr_D": stderr_D, "gain": gains[0],
             "raw": raw, "stderr": stderr, "clear": clear.where(gains[0].isfinite().all(1), 0.0),
-            "W": W[0], "stderr_W": W[1:].std(0)}
+            "W": W[0], "stderr_W": W[1:].std(0) + 0 * stderr.sum()}
 
 
 def report(curves):
@@ -120,8 +120,8 @@ def report(curves):
                 f"most at sigma {c['sigmas'][j]:.2f}-{c['sigmas'][j + 1]:.2f}, profile / its error "
                 f"{c['clear'][i]:.1f}, W {c['W'][i].min():.2f}-{c['W'][i].max():.2f} of static"))
     if len(curves) > 1 and all(x["names"] == c["names"] for x in curves.values()):
-        for name, *values in zip(c["names"], *(x["clear"] for x in curves.values())):
-            best = list(curves)[values.index(max(values))]
+        for name, *values in zip(c["names"], *(x["clear"].tolist() for x in curves.values())):
+            best = list(curves)[values.index(max(values))] if max(values) > 0 else "none"
             print(f"{name:>16}  the error bars (not the bias) favour {best}")
 
 
@@ -278,7 +278,7 @@ def main(argv=None):
         sinkhorn(torch.ones(m, T), args.lam)                              # is --lam right?
         prompts, metadata = load_prompts(args.prompts, rewards.values())
         P, N, M = min(args.P, len(prompts)), args.N, args.M
-        if args.budget:
+        if args.budget is not None:
             P = min(len(prompts), args.budget // calls(args, 1, N, M))
             if P < 1:
                 raise ValueError(f"--budget {args.budget}: expected {calls(args, 1, N, M)} or more")

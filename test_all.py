@@ -3805,10 +3805,11 @@ def test_show_prints_and_draws_the_divergence_at_another_order_and_estimator(tmp
         figures.append(self), save(self, *a, **k)))
     other = two_rewards(tmp_path / "other.safetensors", 51, P=400, estimator="positive")
     pair = two_rewards(tmp_path / "pair.safetensors", 52, P=400, M=16)
+    flat = two_rewards(tmp_path / "flat.safetensors", 53, P=400, estimator="self")
     asked = {"other.safetensors=4": (other["R"], 4.0, "positive"),
              "other.safetensors=0.5": (other["R"], 0.5, "positive"),
              "pair.safetensors": (pair["R"], 2.0, "pair", "all", pair["own"], pair["probe"]),
-             "pair.safetensors=self": (pair["R"], 2.0, "self"),            # one rollout: flat
+             "flat.safetensors": (flat["R"], 2.0, "self"),                 # one rollout: flat
              "pair.safetensors=probe": (pair["probe"][..., None], 2.0, "probe", "all", pair["own"])}
     monkeypatch.chdir(tmp_path)
     printed = launch("estimate.py", "--show", *asked, "--lam", "3,1", "--out", "all.png")
@@ -3819,7 +3820,7 @@ def test_show_prints_and_draws_the_divergence_at_another_order_and_estimator(tmp
         assert next(lines) == label == top.get_title()
         D, (stderr_D, stderr) = renyi_divergence(*how), stderrs(*how)
         usable = D[:, -1] > 2 * stderr_D[:, -1]
-        assert usable.all() == (not label.endswith("=self"))
+        assert usable.all() == (label != "flat.safetensors")
         gain = shrink(D.diff(), stderr).where(usable[:, None], torch.nan)
         W = sk.sinkhorn(gain, [3, 1])[0] / sk.static_weights([3, 1], 4)
         clear.append(usable * (D.diff() - D[:, -1:] / 4).norm(dim=1) / stderr.norm(dim=1))
