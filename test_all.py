@@ -4213,6 +4213,10 @@ def test_all_three_encoders_train_estimate_and_evaluate(sd3, tmp_path):
     small = ("--model", sd3, "--size", 16, "--text-tokens", 12)
     launch("estimate.py", *small, *lists, *names, *ESTIMATE, "--proposal", "self", "--estimator",
            "self", "--out", tmp_path / "own.safetensors")
+    printed = launch("estimate.py", *small, *lists, *names, *ESTIMATE, "--out",
+                     tmp_path / "cfg.safetensors")
+    assert "cfg, positive: 3 prompts" in printed             # what SD3.5 does unless told otherwise
+    assert load_file(tmp_path / "cfg.safetensors")["R"].shape == (2, 4, 3, 3, 1)
     flags = (*small, *lists, *names, "--eval-list", sd3 / "list.txt", *TRAIN, "--lam", "2,1",
              "--judges", f"{sd3}/taste.py:dark", "--curve", tmp_path / "own.safetensors")
     printed = launch("train.py", *flags, "--lora-rank", 4, "--lr", 0.01, "--out", tmp_path / "run")
