@@ -336,7 +336,7 @@ def main(argv=None):
 
         noise = normal(shape, args.seed, "state", index=index).to(device)           # (b,C,h,w)
         z = [normal((T, *shape), args.seed, "steps", k, index=index).transpose(0, 1).to(device)
-             for k in range(args.K + 1)]                                  # (T,b,C,h,w) each
+             for k in range(args.K + (args.proposal == "self"))]          # (T,b,C,h,w) each
         if args.proposal == "self":                   # states of its own path
             path, x0_hat = roll(policy, noise, sigmas, 0, z[args.K])
             made += T * len(index)
